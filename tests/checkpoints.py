@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from dist_aclgraph.shapes.families import read_model_spec
 
-VOCAB = 503  # a prime number, so that ranks cannot divide it into equal parts
+VOCAB = 503  # a prime number, so that ranks cannot divide the vocabulary into equal parts
 MAX_LEN = 512
 
 LLAMA3_ROPE = {
@@ -118,7 +118,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
         "intermediate_size": 96,
-        "swiglu_limit": 0.5,  # so small that it clips some of the random activations
+        "swiglu_limit": 0.5,  # so small that it clips some activations of random weights
     },
 }
 HYBRID: dict[str, Any] = {
@@ -214,7 +214,8 @@ CONFIG_NAMES = {
 SPARSE = {
     **LATENT,
     "q_lora_rank": 96,
-    # With few heads, many scores are zero, and equal scores can lead to different choices of keys.
+    # With fewer heads, many scores would be zero. Of keys with equal scores, implementations can
+    # choose different ones.
     "index_n_heads": 16,
     "index_head_dim": 128,
     "index_topk": 24,
@@ -227,9 +228,9 @@ GRANITE = {
     "residual_multiplier": 0.4,
     "logits_scaling": 6.0,
 }
-# Factors of queries grow from position 32 on.
+# From position 32 on, queries are multiplied with factors that grow with the position.
 GROWING = {**YARN_ROPE, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5}
-# Further families; transformers computes one pass over each answer.
+# Families without recorded tokens. Tests compare with one pass of transformers over each answer.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {
         "num_hidden_layers": 4,
@@ -307,7 +308,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_topk": 3,
         "intermediate_size": 96,
     },
-    # Each rank has a number of heads that is no power of two.
+    # The number of heads on each rank is no power of two.
     "Glm4MoeLiteForCausalLM": {
         "num_attention_heads": 6,
         "num_key_value_heads": 6,
@@ -350,8 +351,8 @@ def make_reference(
     """Return a transformers model with seeded weights; write it to ``directory`` if given.
 
     Args:
-        as_saved: if true, the checkpoint has the keys and names of transformers; if false, those of
-            the model's authors.
+        as_saved: if true, the checkpoint uses the names of transformers for configuration keys and
+            tensors; if false, it uses the names of the model's authors.
     """
     import transformers
 
@@ -365,10 +366,11 @@ def make_reference(
 
 
 def _publish_kimi_linear(directory: Path) -> None:
-    """Give a checkpoint of transformers the keys and names that the authors of Kimi Linear use.
+    """Change the names in a checkpoint of transformers to the names that the authors of Kimi Linear
+    use.
 
-    transformers 5.23 has other keys for linear attention. There, the
-    names of dense layers also begin with the prefix of expert layers.
+    transformers 5.23 names the keys of linear attention differently. It also gives the tensors of
+    dense layers the prefix of expert layers.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())
@@ -399,7 +401,7 @@ def seeded(model_class: Any, config: Any, directory: Path | None) -> Any:
     model = model_class(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Weights that transformers initialises to zeros and ones would test nothing.
+            # transformers initialises these weights to zeros or ones, which would hide errors.
             if name.endswith("bias"):
                 parameter.normal_(0.0, 0.1)
             elif name.endswith("norm.weight"):
@@ -460,7 +462,7 @@ def add_next_token_module(directory: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     random = torch.Generator().manual_seed(1)
     names, module = read_model_spec(directory).names, f"model.layers.{last + 1}."
-    # The module has full attention, even if the last layer has linear attention.
+    # The next-token module has full attention, even if the model's last layer has linear attention.
     kinds = config.get("layer_types") or ["full_attention"]
     full = last if "linear_attention" not in kinds else kinds.index("full_attention")
     prefix = f"model.layers.{full}."

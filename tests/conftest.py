@@ -17,15 +17,15 @@ from dist_aclgraph.environment import disable_backend_autoload
 from dist_aclgraph.logs import ACCESS, PACKAGE, RAY
 from tests import laws
 
-gc.disable()  # nearly no garbage exists until all tests are collected
+gc.disable()  # the collection of tests makes nearly no garbage
 # These variables are set before any test imports torch.
 disable_backend_autoload()
-# Logs of the deployments of tests; processes of Ray inherit this variable.
+# Deployments of tests write their logs to this folder. Processes of Ray inherit the variable.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), f"tests-state-{os.getuid()}"))
 
 OUR_VARIABLES = ("ASCEND_", "HCCL_", "TASK_QUEUE_ENABLE", "DIST_ACLGRAPH_")
 
-# No deadline, because a shared machine sometimes stalls.
+# Examples have no time limit, because a shared machine sometimes stalls.
 settings.register_profile("quick", deadline=None, max_examples=laws.QUICK)
 settings.register_profile("full", deadline=None, max_examples=laws.FULL)
 settings.load_profile("quick")
@@ -34,7 +34,7 @@ settings.load_profile("quick")
 LONGEST = (Path(__file__).parent / "longest_files.txt").read_text().split()
 
 
-@pytest.hookimpl(tryfirst=True)  # run before xdist's implementation, which reads the groups
+@pytest.hookimpl(tryfirst=True)  # runs before xdist's hook, which reads groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first, so that all pytest processes end at about the same time.
 
@@ -51,18 +51,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def freeze_objects() -> None:
-    """Let the garbage collector ignore all objects that exist now: modules and collected tests.
+    """Make the garbage collector ignore all objects that exist now: modules and collected tests.
 
-    These objects live as long as the process. There are millions of objects, so each full
-    collection would take a second.
+    There are millions of these objects, and they live as long as the process. Without this
+    function, each full collection would take a second.
     """
     gc.collect()
     gc.freeze()
 
 
 def use_one_thread() -> None:
-    """Let torch compute with one thread in this process: further threads would spin, and use more
-    CPU time than they save.
+    """Let torch compute with one thread in this process. More threads would wait in busy loops, and
+    use more CPU time than they save.
     """
     import torch
 
@@ -78,7 +78,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def loggers_of_a_module() -> Iterator[None]:
-    """Restore the loggers that a service in this process has configured."""
+    """After the tests of a module, undo the changes that its services have made to loggers."""
     loggers = [logging.getLogger(name) for name in (PACKAGE, ACCESS, RAY)]
     before = [(each.level, each.propagate, list(each.handlers)) for each in loggers]
     yield
@@ -97,9 +97,10 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def heard_signals() -> Iterator[None]:
-    """Let this process and its children react to SIGINT and SIGHUP.
+    """Make this process and its children react to SIGINT and SIGHUP.
 
-    A process that a shell starts with ``&`` ignores SIGINT. With ``nohup``, it ignores SIGHUP.
+    pytest may ignore these signals: a process that a shell starts with ``&`` ignores SIGINT, and a
+        process that ``nohup`` starts ignores SIGHUP.
     """
     handlers: dict[signal.Signals, Any] = {
         signal.SIGINT: signal.default_int_handler,
@@ -113,7 +114,8 @@ def heard_signals() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def npu() -> Any:
-    """The emulated NPU of this process. It admits float32, so that results can be compared.
+    """The emulated NPU of this process. It admits float32, so that tests can compare results
+    exactly.
 
     A process cannot change the settings of its emulator. Tests that need other settings use
     separate processes.
@@ -140,7 +142,7 @@ def ray_cluster() -> Iterator[None]:
 
     config = deployments.make_deployment_config("unused", parallel={"tp": 8})
     with deployments.session_starter(config) as starter:
-        starter.command(config)  # starts the fork server, which imports packages while Ray starts
+        starter.command(config)  # starts the fork server while Ray starts
         start_ray(config, starter)
         yield
         ray.shutdown()

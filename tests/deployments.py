@@ -26,14 +26,14 @@ from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
 
 ANSWER_S = 180.0
-# Limits of a start on a machine that other programs keep busy. The usual limits are for hosts that
-# only serve.
+# Time limits of a start, in seconds, for a machine that other programs keep busy. The default
+# limits are for hosts that only serve.
 LONG_STARTS = {"timeouts.place_s": 300, "timeouts.join_s": 300, "timeouts.negotiate_s": 300}
 
 
 @dataclass
 class Answer:
-    """The results that a client received for one request."""
+    """What a client has received for one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
@@ -59,7 +59,9 @@ class Answer:
 
 
 def tokens_of(timeout_s: float, answers: list[Answer]) -> list[list[int]]:
-    """Wait for each answer, at most ``timeout_s``, and check its number of tokens."""
+    """Wait for each answer, at most ``timeout_s`` seconds each; check its number of tokens; return
+    the tokens.
+    """
     for answer in answers:
         assert answer.ended.wait(timeout_s), "no answer"
         assert answer.finish_reason == "length", answer.error
@@ -83,12 +85,12 @@ def make_deployment_config(model: Path | str, **overrides: Any) -> Config:
     return make_config(raw)
 
 
-_starters: list[ProcessStarter] = []  # contains the starter of the session's Ray, if there is one
+_starters: list[ProcessStarter] = []  # at most one: the starter of the session's Ray cluster
 
 
 @contextmanager
 def session_starter(config: Config) -> Iterator[ProcessStarter]:
-    """While the context is open, one starter starts the processes of all deployments.
+    """While the context is open, one ``ProcessStarter`` starts the processes of all deployments.
 
     The starter's fork server then imports torch only once for all these processes.
     """
@@ -99,8 +101,8 @@ def session_starter(config: Config) -> Iterator[ProcessStarter]:
 
 
 def forked_actor(kind: type, **options: Any) -> Any:
-    """Return a class of Ray actors, like ``ray.remote``. The session's fork server forks their
-    processes. Otherwise each process would import Ray, and the module of the test.
+    """Return a class of Ray actors, as ``ray.remote`` does. The session's fork server forks the
+    actors' processes. Without it, each process would import Ray and the test's module again.
     """
     cloudpickle.register_pickle_by_value(sys.modules[kind.__module__])
     command = _starters[-1].command(make_deployment_config("unused")) if _starters else None
@@ -126,7 +128,7 @@ class Serving:
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams, prefix: str = "r"
     ) -> list[Answer]:
-        """Send all prompts at once and wait for all answers."""
+        """Send all prompts at the same time, and return the answers when all are complete."""
         answers = [self.submit(f"{prefix}{i}", p, params) for i, p in enumerate(prompts)]
         for answer in answers:
             assert answer.ended.wait(ANSWER_S), "no answer"

@@ -1,7 +1,7 @@
-"""New processes that have torch and the emulator's libraries in memory from the start.
+"""Starts processes that have torch and the emulator's libraries in memory from the start.
 
-One server process, which has opened no device and started no thread, forks these processes. So the
-new processes do not spend seconds on imports. Each process can have another environment and other
+One server process forks these processes, so that they do not spend seconds on imports. The server
+has opened no device and started no thread. Each process can have its own environment and its own
 settings of the emulator.
 """
 
@@ -17,14 +17,18 @@ from pathlib import Path
 
 
 def forks() -> ForkServerContext:
-    """Return the context that forks processes from the server, which the first process starts."""
+    """Return a multiprocessing context. Its processes are forked from the server, which starts with
+    the first process.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     return context
 
 
 def begin(environment: Mapping[str, str]) -> None:
-    """Set the environment of a forked process, except variables that torch reads at import."""
+    """Set the environment of a forked process. Variables that torch reads when it is imported have
+    no effect.
+    """
     os.environ.update(environment)
     import torch
 
@@ -32,11 +36,11 @@ def begin(environment: Mapping[str, str]) -> None:
 
 
 def run_code(code: str, environment: Mapping[str, str], out: Path) -> None:
-    """Run code as the main program of a forked process; it writes stdout and stderr to ``out``."""
+    """Run code as the main program of a forked process. Its stdout and stderr go to ``out``."""
     begin(environment)
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
         stream.reconfigure(write_through=True)
     exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
-    atexit._run_exitfuncs()  # a forked process does not call exit functions
+    atexit._run_exitfuncs()  # otherwise, a forked process would not call exit functions

@@ -12,10 +12,11 @@ from tests.checkpoints import FAMILIES, SPECIAL, USUAL, seeded
 
 
 def make_kimi_k25(directory: Path) -> Any:
-    """Return a seeded Kimi K2.5 of transformers with its image encoder; write it with the published
-    names.
+    """Return a seeded Kimi K2.5 of transformers with its image encoder; write it to ``directory``
+    under the published names.
 
-    transformers 5.23 has another name for the class, and writes "blocks" in place of "layers".
+    transformers 5.23 has another name for the class, and writes "blocks" for "layers" in names of
+    weights.
     """
     import transformers
 
@@ -39,7 +40,7 @@ def make_kimi_k25(directory: Path) -> Any:
 
 
 def make_qwen3_vl(directory: Path) -> Any:
-    """Return a seeded Qwen3-VL of transformers with its image encoder; write it."""
+    """Return a seeded Qwen3-VL of transformers with an image encoder; write it to ``directory``."""
     import transformers
 
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}
@@ -66,16 +67,20 @@ def _seeded_mistral3(text: dict[str, Any], directory: Path) -> Any:
 
 
 def make_mistral3(directory: Path) -> Any:
-    """Return a seeded Mistral Small 3.1 of transformers with its image encoder; write it."""
+    """Return a seeded Mistral Small 3.1 of transformers with its image encoder; write it to
+    ``directory``.
+    """
     text = {**USUAL, **SPECIAL["MistralForCausalLM"], "model_type": "mistral"}
     return _seeded_mistral3(text, directory)
 
 
 def make_qwen3_vl_moe(directory: Path, *, as_published: bool = True) -> Any:
-    """Return a seeded Qwen3-VL with experts of transformers and its image encoder; write it.
+    """Return a seeded Qwen3-VL-MoE of transformers with its image encoder; write it to
+    ``directory``.
 
     Args:
-        as_published: whether matrices of experts are [in, out]; transformers saves [out, in].
+        as_published: whether to write the matrices of experts as [in, out]; transformers saves
+            [out, in].
     """
     import transformers
 
@@ -98,7 +103,7 @@ def make_qwen3_vl_moe(directory: Path, *, as_published: bool = True) -> Any:
 
 
 def make_gemma3(directory: Path) -> Any:
-    """Return a seeded Gemma 3 of transformers with its image encoder; write it."""
+    """Return a seeded Gemma 3 of transformers with its image encoder; write it to ``directory``."""
     import transformers
 
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -110,17 +115,20 @@ def make_gemma3(directory: Path) -> Any:
 
 
 def make_ministral3(directory: Path) -> Any:
-    """Return a seeded Ministral 3 of transformers with its image encoder; write it."""
+    """Return a seeded Ministral 3 of transformers with its image encoder; write it to
+    ``directory``.
+    """
     text = {**USUAL, **FAMILIES["Ministral3ForCausalLM"], "model_type": "ministral3"}
     return _seeded_mistral3(text, directory)
 
 
 def make_qwen2_vl(directory: Path, *, has_windows: bool = False) -> Any:
-    """Return a seeded Qwen2-VL, or a Qwen2.5-VL, of transformers with its image encoder; write it
-    as published.
+    """Return a seeded Qwen2-VL or Qwen2.5-VL of transformers with its image encoder; write it to
+    ``directory`` under the published names.
 
     Args:
-        has_windows: whether the image encoder has windows, as in Qwen2.5-VL.
+        has_windows: true for Qwen2.5-VL, whose image encoder attends within windows; false for
+            Qwen2-VL.
     """
     import transformers
 
@@ -145,11 +153,13 @@ def make_qwen2_vl(directory: Path, *, has_windows: bool = False) -> Any:
 
 
 def make_glm4v(directory: Path, *, has_experts: bool = False, part: float | None = 0.5) -> Any:
-    """Return a seeded GLM-4.1V, or a GLM-4.5V, of transformers with its image encoder; write it.
+    """Return a seeded GLM-4.1V or GLM-4.5V of transformers with its image encoder; write it to
+    ``directory``.
 
     Args:
-        has_experts: whether the decoder has experts, as in GLM-4.5V.
-        part: rotated part of a head; None means the default of transformers.
+        has_experts: true for GLM-4.5V, whose decoder has experts; false for GLM-4.1V.
+        part: fraction of each head's elements that is rotated; None means the default of
+            transformers.
     """
     import transformers
 

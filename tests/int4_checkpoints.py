@@ -1,4 +1,6 @@
-"""Writes checkpoints with weights of four bits, as published tools do, and again in bfloat16."""
+"""Writes checkpoints with weights of four bits, as published tools do, and the same weights in
+bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ Writer = Callable[[str, Tensor, Tensor], Tensors]  # arguments: module, values, 
 
 
 def quantise(weight: Tensor, group: int | None, most: int = 7) -> tuple[Tensor, Tensor]:
-    """Return the weight's values in four bits, and scales that bfloat16 can represent.
+    """Return the weight's quantised values, and scales that bfloat16 can represent.
 
     Args:
         weight: [out, in].
         group: number of inputs that share a scale; None means all inputs.
-        most: largest value; 127 for int8.
+        most: largest quantised value: 7 for four bits, 127 for int8.
 
     Returns:
         [out, in] int8 and [out, groups] float32.
@@ -39,7 +41,9 @@ def dequantise(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def packed_ints(module: str, values: Tensor, scales: Tensor) -> Tensors:
-    """Write as compressed-tensors does with pack-quantized: value + 8, eight inputs in an int32."""
+    """Return tensors in compressed-tensors' form pack-quantized: eight values, each + 8, in an
+    int32.
+    """
     parts = (values.long() + 8).unflatten(1, (-1, 8))
     words = sum(parts[..., i] << (4 * i) for i in range(8))
     return {
@@ -50,7 +54,9 @@ def packed_ints(module: str, values: Tensor, scales: Tensor) -> Tensors:
 
 
 def bytes_each(module: str, values: Tensor, scales: Tensor) -> Tensors:
-    """Return one value per byte, as in compressed-tensors (int-quantized) and old ModelSlim."""
+    """Return tensors with one value per byte, as compressed-tensors (int-quantized) and old
+    ModelSlim write them.
+    """
     return {f"{module}.weight": values, f"{module}.weight_scale": scales}
 
 
@@ -89,7 +95,7 @@ def _modelslim(module: str, low: Tensor, high: Tensor, scales: Tensor) -> Tensor
 def compressed_config(
     group: int | None, form: str = "pack-quantized", *, int8_rows: bool = False
 ) -> dict[str, Any]:
-    """Return a ``quantization_config`` that ignores the modules of ``EXPERTS_ONLY``."""
+    """Return a ``quantization_config`` whose list of modules in floats is ``EXPERTS_ONLY``."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
     weights |= {"strategy": "group" if group else "channel", "group_size": group}
     rows = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
@@ -121,13 +127,14 @@ def rewrite(
     """Write a checkpoint twice: with weights of four bits, and with the same values in bfloat16.
 
     Args:
-        writer_of: returns the group size and the writer of a module; None keeps the module in
-            floats.
+        writer_of: function that returns a module's group size and writer; if it returns None, the
+            module stays in floats.
         config: additional keys of config.json.
-        description: additional keys of ModelSlim's description; None writes no description.
+        description: additional keys of ModelSlim's description file; None means that no such file
+            is written.
         kind: ModelSlim's name for the type of the matrices of four bits.
-        others: ModelSlim's name for the type of other matrices; ``W8A8_DYNAMIC`` writes them in
-            int8.
+        others: ModelSlim's name for the type of all other matrices. With ``W8A8_DYNAMIC``, they are
+            written in int8.
     """
     quantised, floats = target / "quantised", target / "floats"
     stored: Tensors = {}
@@ -158,5 +165,5 @@ def rewrite(
 
 
 def kept(module: str, names: tuple[str, ...] = KEPT) -> bool:
-    """Return whether a tool keeps a module in floats."""
+    """Return whether the tool keeps ``module`` in floats."""
     return any(name in f"{module}." for name in names)

@@ -1,6 +1,7 @@
-"""A subscriber of KV events, which decodes them by the types that vLLM publishes for subscribers.
+"""A subscriber of KV events. It decodes events with the types that vLLM publishes for subscribers.
 
-The types of arrays are those of vLLM 0.15; the types of maps are those of vLLM 0.26.
+Events that are encoded as arrays have the types of vLLM 0.15. Events that are encoded as maps have
+those of vLLM 0.26.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class MapBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class Subscriber:
-    """Holds the blocks of one publisher by their names.
+    """Stores which blocks one publisher has, by the blocks' names.
 
     Attributes:
         blocks: for each block, its parent and its tokens.
@@ -115,7 +116,9 @@ class Subscriber:
             parent = name
 
     def longest_prefix(self, tokens: list[int], size: int) -> int:
-        """Return how many of the first blocks of ``tokens`` are known, as a router would."""
+        """Return the number of first blocks of ``tokens`` that the publisher has; a router uses
+        this number.
+        """
         children = {block: name for name, block in self.blocks.items()}
         parent: Hash | None = None
         for count in range(len(tokens) // size):

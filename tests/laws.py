@@ -1,7 +1,7 @@
-"""The number of examples for a law (a hypothesis test) that uses the device.
+"""Sets how many examples a law tries. A law is a hypothesis test; these laws use the device.
 
-By default, a law tries a tenth of the examples that the test names. With
-``--hypothesis-profile=full``, a law tries all examples.
+By default, a law tries a tenth of the number of examples that the test gives. With
+``--hypothesis-profile=full``, it tries the whole number.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ FULL, QUICK = 100, 10
 
 
 def is_full() -> bool:
-    """Return whether the current profile runs all examples."""
+    """Return whether laws try the whole number of examples in the current profile."""
     return settings().max_examples >= FULL
 
 
 def count(full: int) -> int:
-    """Return the number of examples in this profile for a law with ``full`` examples."""
+    """Return the number of examples in the current profile, for a law that tries ``full`` examples
+    in the profile "full".
+    """
     return -(-full * settings().max_examples // FULL)
 
 
 def examples(full: int) -> settings:
-    """Return settings for a law that has ``full`` examples in the full profile."""
+    """Return settings for a law that tries ``full`` examples in the profile "full"."""
     return settings(max_examples=count(full))

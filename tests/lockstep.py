@@ -1,7 +1,7 @@
 """One lockstep group without Ray: its ranks are forked processes, and the test is its engine.
 
-Workers, HCCL, negotiation, capture, scheduler and the phases of the start are real. The group has
-no placement, channels and clients, which other tests cover.
+Workers, HCCL, negotiation, capture, scheduler and the phases of the start are real. Placement,
+channels and clients are missing; other tests cover them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from tests.actors.rank_processes import RankProcesses, RankStep, rank_processes,
 from tests.deployments import Answer
 from tests.unit.scheduler.requests import submit
 
-TOKEN = "secret"  # of the deployment that the group belongs to
+TOKEN = "secret"  # token of the deployment to which the group belongs
 
 
 class ForkedStartup(Startup):
-    """The phases of a deployment's start; the processes of the ranks already exist."""
+    """The phases of a deployment's start, for ranks whose processes already exist."""
 
     def __init__(self, planner: Planner, group: LockstepGroup, meeting: str) -> None:
         super().__init__(
@@ -56,7 +56,7 @@ class ForkedStartup(Startup):
         self._meeting = meeting
 
     def _start_command(self) -> str | None:
-        return None  # no process is started by Ray
+        return None  # because Ray starts no process here
 
     def _place(self, ranks: Sequence[Ranks], deployment: str) -> None:
         pass
@@ -70,12 +70,13 @@ class ForkedStartup(Startup):
 
 
 class Lockstep:
-    """A group that has captured its graphs, and can answer requests.
+    """A started group. It has captured its graphs, and can answer requests.
 
     Attributes:
-        scheduler: the group's scheduler, as in an engine.
+        scheduler: the group's scheduler, which is otherwise in the engine.
         ranks: the processes that run the steps.
-        servers: addresses of the files on nodes without the engine; see ``GroupFiles.servers``.
+        servers: addresses of the file servers on nodes without the engine; see
+            ``GroupFiles.servers``.
     """
 
     def __init__(
@@ -104,12 +105,13 @@ class Lockstep:
 
     @property
     def shares_contexts(self) -> bool:
-        """Whether several ranks share the cache, or the computation, of a request."""
+        """Whether several ranks share the cache of a request, or the computation of its prompt."""
         parallel = self._planner.config.parallel
         return parallel.dcp * parallel.pcp > 1
 
     def restart(self, *, num_blocks: int | None = None, is_eager: bool = False) -> None:
-        """Remove all requests. Later requests do not use the present contents of the caches.
+        """Remove all requests, and forget the contents of the caches, so that later requests find
+        no prefix.
 
         Args:
             num_blocks: number of blocks that each rank uses from now on; None means all blocks.
@@ -149,13 +151,13 @@ class Lockstep:
         )
 
     def submit(self, name: str, prompt: Sequence[int], params: SamplingParams) -> Answer:
-        """Add a request; return the answer, which gets tokens in later steps."""
+        """Add a request; return its answer, to which later steps add tokens."""
         self.scheduler.add(submit(name, prompt, params))
         self._answers[name] = Answer()
         return self._answers[name]
 
     def abort(self, name: str) -> None:
-        """Abort a request, which may have ended already."""
+        """Abort a request. The request may have ended already."""
         if (delta := self.scheduler.abort(name)) is not None:
             self._answers[name].take(delta)
 
@@ -163,14 +165,15 @@ class Lockstep:
         return self.scheduler.schedule()
 
     def run(self, plan: StepPlan) -> list[RankStep]:
-        """Run a scheduled step on all ranks; return the result of each."""
+        """Run a scheduled step on all ranks; return each rank's result."""
         done = self.ranks.step(plan)
         for delta in self.scheduler.update([step.result for step in done]):
             self._answers[delta.request_id].take(delta)
         return done
 
     def turn(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Schedule a step if possible, and process the oldest step's result, like an engine.
+        """Run one turn, as an engine does: launch the next step, and process the result of the
+        oldest step.
 
         Args:
             meanwhile: called while steps are in flight.
@@ -190,28 +193,30 @@ class Lockstep:
             self._copy()
 
     def _copy(self) -> None:
-        """Begin and continue copies of KV blocks, like an engine."""
+        """Begin new copies of KV blocks, and continue earlier ones, as an engine does."""
         jobs = self.scheduler.copies.take_jobs(is_idle=not self._in_flight)
         for rank, ended in enumerate(self.ranks.copy(jobs)):
             for number, num_whole in ended:
                 self.scheduler.copies.end(number, rank, num_whole)
 
     def finish(self) -> None:
-        """Run steps until no request is left, and no block is copied."""
+        """Run steps until all requests and all copies of blocks have ended."""
         while self.scheduler.has_work or self.scheduler.copies.is_busy:
             self.turn()
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams, prefix: str = "r"
     ) -> list[Answer]:
-        """Answer all prompts, which arrive at once."""
+        """Submit all prompts at the same time; return their complete answers."""
         answers = [self.submit(f"{prefix}{i}", p, params) for i, p in enumerate(prompts)]
         self.finish()
         assert {answer.finish_reason for answer in answers} == {"length"}
         return answers
 
     def report(self) -> dict[str, Any]:
-        """Return a report with a deployment's keys: plan, graphs, eager steps by reason, ranks."""
+        """Return a report with keys of a deployment's report: plan, graphs, eager steps by reason,
+        and ranks.
+        """
         return {
             **group_report(self._group),
             **engine_report.group_report(self.scheduler, self._group.captured.costs, {}),
@@ -223,8 +228,8 @@ def lockstep(config: Config, nodes: Mapping[str, Config] | None = None) -> Itera
     """Start a group of all ranks of ``config``; end the group when the context ends.
 
     Args:
-        nodes: the nodes of the ranks, by Ray's id, with the configuration of each node; each node
-            has equally many neighbouring ranks. With None, all ranks are on one node.
+        nodes: for each node, its id in Ray and its configuration. Each node gets the same number of
+            consecutive ranks. If None, all ranks are on one node.
 
     Raises:
         DistAclGraphError: for the same reasons as at the start of a deployment.
@@ -245,8 +250,8 @@ def lockstep(config: Config, nodes: Mapping[str, Config] | None = None) -> Itera
 
 
 def _open_node_files(ranks: RankProcesses, files: GroupFiles) -> tuple[Address, ...]:
-    """Let ranks be responsible for files on the nodes without the engine; return the addresses of
-    their servers.
+    """On each node without the engine, let one rank run the server of the node's files; return the
+    servers' addresses.
     """
     found = {}
     for rank in range(len(files.node_ids)):

@@ -15,7 +15,9 @@ from dist_aclgraph.planning.plan import GraphPlan
 def make_plan(
     *decode: int, mixed: tuple[int, ...] = (), query_len: int = 1, **fields: Any
 ) -> GraphPlan:
-    """Return a plan with graphs for decode batches and, if the mode allows, for mixed batches."""
+    """Return a plan with graphs for decode batches, and for mixed batches if the graph mode has
+    such graphs.
+    """
     mode = fields.pop("mode", "FULL_AND_PIECEWISE" if mixed else "FULL_DECODE_ONLY")
     families = []
     if decode and (mode in DECODE_MODES or (mode == "FULL" and mixed)):
@@ -42,5 +44,7 @@ def pieces(bucket: int) -> BatchDescriptor:
 def choose(
     sizes: Sequence[int], weights: Mapping[int, float], costs: Sequence[float], max_buckets: int
 ) -> tuple[int, ...]:
-    """Return at most ``max_buckets`` ascending sizes, which together have the lowest cost."""
+    """Choose, of ``sizes``, at most ``max_buckets`` whose total cost is lowest; return them in
+    ascending order.
+    """
     return choices(sizes, weights, costs, max_buckets).buckets(min(max_buckets, len(sizes)))

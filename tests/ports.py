@@ -1,8 +1,8 @@
 """Ports for the services and deployments that tests start.
 
-Several processes run tests at the same time on a machine. Each process owns a block of ports, so no
-other process can take a port before it is used. The blocks lie below the ports that Linux gives to
-programs that ask for any port.
+Several processes run tests at the same time on one machine. Each process owns a block of ports, so
+that no other test takes a port before its owner uses it. The blocks lie below the ports that Linux
+gives to programs that request any free port.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ FIRST, BLOCK, NUM_BLOCKS = 20_000, 400, 30
 
 @functools.cache
 def _own_block(process: int) -> tuple[socket.socket, itertools.cycle[int]]:
-    """Return the ports of a block, and the socket whose name keeps other processes off the block.
+    """Reserve a block of ports; return its ports, and a socket. The name of the socket marks the
+    block as reserved.
 
     Args:
-        process: id of this process. A forked process has another id, and gets another block.
+        process: id of this process. A forked process has another id, so it gets another block.
     """
     for number in range(NUM_BLOCKS):
         owner = socket.socket(socket.AF_UNIX)
@@ -49,7 +50,7 @@ def free_ports(count: int) -> range:
 
 
 def is_free(port: int) -> bool:
-    """Return whether no process listens at the port, at any address of this machine."""
+    """Return whether no process listens at ``port``, at any address of this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

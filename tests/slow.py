@@ -1,7 +1,8 @@
-"""Marks variations of tests as slow or rare, so that fewer make targets run these tests.
+"""Marks parameters of tests as slow or rare, so that fewer make targets run these variations of the
+tests.
 
-A slow variation runs in ``make test-more``, and a rare variation only in ``make test-all``. Another
-variation, which an earlier target runs, tests the same code.
+``make test-more`` runs slow variations, too; only ``make test-all`` runs rare ones. For each of
+them, a faster target runs another variation that tests the same code.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """Return one set of a test's parameters, marked slow."""
+    """Return one set of parameters for a test, marked as slow."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def rare(*values: Any) -> Any:
-    """Return one set of a test's parameters, marked rare."""
+    """Return one set of parameters for a test, marked as rare."""
     return pytest.param(*values, marks=(pytest.mark.slow, pytest.mark.rare))
 
 
 def rare_unless(is_kept: Callable[[Any], bool], params: Iterable[Any]) -> list[Any]:
-    """Return the values of one parameter; values for which ``is_kept`` is false are marked rare."""
+    """Return the values of a parameter. Those for which ``is_kept`` is false are marked as rare."""
     return [value if is_kept(value) else rare(value) for value in params]
 
 
@@ -31,7 +32,8 @@ def spread(params: Iterable[Any], quick: Sequence[Any], covering: Sequence[Any])
     """Return the values of one parameter.
 
     Args:
-        quick: values that ``make test`` tries.
-        covering: values that ``make test-more`` tries. All other values are marked rare.
+        quick: values that ``make test`` tries; not marked.
+        covering: values that ``make test-more`` tries, too; marked as slow. All other values are
+            marked as rare.
     """
     return [v if v in quick else slow(v) if v in covering else rare(v) for v in params]

@@ -1,4 +1,4 @@
-"""Occupies stream ids, so that only a given number of ids is free on the emulated device."""
+"""Occupies stream ids of the emulated device, so that only a given number of ids is free."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dist_aclgraph.device import emulator
 
 
 class HeldStreams:
-    """While open, occupies all stream ids of the device except ``left`` ids.
+    """Within this context, all stream ids of the device except ``left`` are occupied.
 
-    With software queues, it first empties the pool of queues from earlier graphs, so that there are
-    as many free queues as free ids.
+    If the device counts software queues, the pool of queues from earlier graphs is emptied first,
+    so that there are as many free queues as free ids.
     """
 
     def __init__(self, left: int) -> None:

@@ -1,4 +1,4 @@
-"""Stand-ins for actors, for tests that need no Ray."""
+"""Fake ranks of a lockstep group, for tests that run without Ray actors."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ class FakeRank:
 
 @dataclass
 class FakeRanks:
-    """A lockstep group whose ranks use one stream per graph. The attributes plant failures.
+    """A lockstep group whose ranks use one stream per graph. The attributes set the failures that
+    ranks report.
 
     Attributes:
-        streams: number of streams of each rank.
+        streams: number of streams that each rank's device has for graphs.
         failures: for a rank and a graph, the cause with which the graph's capture fails.
         unprepared: for a rank and a graph, the cause with which the graph's warm-up fails.
-        digests: the digest that a rank reports for a graph, if other ranks report another digest.
-        holds_another_plan: the rank that adopts a different plan.
+        digests: for a rank and a graph, the digest that this rank reports instead of the usual one.
+        holds_another_plan: the rank that adopts a different plan from the other ranks.
         leaks: the rank that does not free the streams of released graphs.
-        breaks: the rank whose device refuses an action, and this action.
-        keeps_bytes: the rank that uses more bytes after a release than before the capture.
-        counts: whether the devices can report the number of free streams.
+        breaks: a rank and an action; the rank's device fails in this action.
+        keeps_bytes: the rank that uses more memory after the release of a graph than before its
+            capture.
+        counts: whether the devices report the number of free streams.
     """
 
     streams: tuple[int, ...] = (100, 100)

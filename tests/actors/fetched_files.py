@@ -31,7 +31,7 @@ TOKEN, NODE, GROUP, WAIT_S = "secret", "node", "7", 60.0
 PLACE = CachePlace(num_heads=2, num_kv_heads=2, num_ranks=2)
 HYBRID = replace(PLACE, has_state=True)
 NAMES = [bytes([number]) * 16 for number in range(1, 7)]
-SIZE = 5000  # bytes of a block of one worker
+SIZE = 5000  # number of bytes of one worker's part of a block
 
 
 def contents(name: bytes, place: int) -> bytes:
@@ -39,7 +39,9 @@ def contents(name: bytes, place: int) -> bytes:
 
 
 def one_node(place: CachePlace) -> GroupFiles:
-    """Return the files of a group with two workers on one node, from the first worker's place."""
+    """Return the files of a group whose two workers are on one node; the first worker's ``place``
+    is given.
+    """
     return GroupFiles((place, replace(place, heads=1, rank=1)), ("source", "source"))
 
 
@@ -47,9 +49,9 @@ class World:
     """A source with files of two workers, and an engine on another node that lacks them.
 
     Attributes:
-        there: the files of the source.
-        here: the files of the engine that fetches them.
-        now_s: the present time for ``fetches``; tests change it.
+        there: the files at the source.
+        here: the files at the engine that fetches.
+        now_s: the time that the clock of ``fetches`` shows, in seconds; tests change it.
     """
 
     def __init__(
@@ -87,12 +89,12 @@ class World:
             reader=reader,
             clock=lambda: self.now_s,
         )
-        at_file = self.server.address.file  # stands for an address on other nodes
+        at_file = self.server.address.file  # used like an address that other nodes can reach
         self.address = Address("source", at_file, self.server.address.tcp or at_file)
         self.use(self.address)
 
     def use(self, at: Address, **changes: Any) -> None:
-        """Replace the group list, so that files are fetched from a source at this address."""
+        """Replace the list of groups. Engines then fetch files from the source at ``at``."""
         source = BlockSource((at,), cache_identity(self.config), self.place, self.holders)
         source = msgspec.structs.replace(source, **changes)
         entries = (
@@ -121,7 +123,7 @@ class World:
             time.sleep(0.001)
 
     def found(self, kind: FileKind = "block") -> list[bytes]:
-        """Return the names whose files are whole at all workers of the engine that fetches."""
+        """Return the names of the files that all workers of the fetching engine have completely."""
         room = memoryview(bytearray(len(contents(NAMES[0], 0))))
         return [
             name

@@ -1,8 +1,9 @@
 """A process with an emulated NPU and a worker's files of KV blocks, for tests of HIXL.
 
-Each line of standard input is a call with JSON arguments; each line of standard output is a JSON
-value. ``python -m tests.actors.hixl_node FOLDER HOST {SETTINGS}``, with the name of the emulated
-host, and settings of the emulator. The names in capitals are limits of ``hixl_memory``.
+Each line of standard input is a call with JSON arguments. Each line of standard output is the
+call's result in JSON. Start the process with ``python -m tests.actors.hixl_node FOLDER HOST
+{SETTINGS}``. HOST is the name of the emulated host. SETTINGS are settings of the emulator; settings
+with names in capitals are limits of ``hixl_memory``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tests.actors.kv_sockets import LOOPBACK
 from tests.actors.leftovers import wait_until
 
 PLACE = CachePlace()
-LONG_S = 600.0  # a busy machine is not a silent source
+LONG_S = 600.0  # seconds; a source on a busy machine must not count as silent
 
 
 class Node:
@@ -57,12 +58,12 @@ class Node:
         assert all(self._tiers.write(name, memoryview(contents(name, 0))) for name in names)
 
     def restart_device(self) -> None:
-        """Abort the work of the device, and let it work again, like a group that resumes."""
+        """Abort all work of the device, and make the device ready again, as in a resumption."""
         assert not runtime().stop_device(0)
         runtime().restart_device(0)
 
     def damage(self) -> None:
-        """Change one byte of each file that is lent from now on."""
+        """From now on, change one byte of each file that this node lends to a reader."""
         assert self._files._server is not None
         lent = self._files._server._lent
         assert lent is not None
@@ -76,7 +77,9 @@ class Node:
         lent._lend = lend_damaged  # type: ignore[method-assign]
 
     def end_links_after(self, pid: int) -> None:
-        """Let links end only after all threads of a process are stopped."""
+        """Delay the end of each link until all threads of the process ``pid`` are stopped by a
+        signal.
+        """
         disconnect = HixlEngine.disconnect
 
         def disconnect_late(engine: HixlEngine, name: str, timeout_s: float) -> None:
@@ -96,7 +99,7 @@ class Node:
         return b64encode(msgspec.msgpack.encode(self._source)).decode()
 
     def fetch(self, source: str) -> int:
-        """Return how many blocks are here after a fetch."""
+        """Fetch files from ``source``; return the number of blocks that this node then has."""
         depths, self._num_jobs = pack_ints(range(len(NAMES))), self._num_jobs + 1
         job = CopyJob(
             self._num_jobs, "find", b"", b"".join(NAMES), depths, source=b64decode(source)

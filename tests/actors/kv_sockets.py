@@ -15,7 +15,7 @@ NUMBER_BYTES = 8
 
 
 def free_ports(count: int) -> range:
-    """Return neighbouring ports that were free a moment ago."""
+    """Return ``count`` consecutive port numbers. The ports were free a moment ago."""
     while True:
         held = []
         try:
@@ -47,7 +47,9 @@ class Reader:
         self.topics: set[bytes] = set()
 
     def subscribe(self, publish: Callable[[bytes], None]) -> int:
-        """Subscribe, and publish until messages arrive; return the first one's number."""
+        """Subscribe, and call ``publish`` until a message arrives; return the number of the first
+        message.
+        """
         self._messages.setsockopt(zmq.SUBSCRIBE, b"")
         while not self._messages.poll(10):
             publish(b"")
@@ -65,9 +67,11 @@ class Reader:
         return found
 
     def first_gap(self, known: int, publish: Callable[[bytes], None]) -> int:
-        """Read until a number is missing after ``known``, and return the missing number."""
+        """Read messages until a message number after ``known`` is missing; return the missing
+        number.
+        """
         while True:
-            publish(b"")  # a gap is seen only at the next message
+            publish(b"")  # a reader notices a gap only when the next message arrives
             _, number, _ = self.receive()
             if number != known + 1:
                 return known + 1
@@ -77,7 +81,9 @@ class Reader:
         self._replays.send_multipart(frames)
 
     def replay(self, first: int) -> list[tuple[int, bytes]]:
-        """Return the messages from number ``first`` on that the publisher still has."""
+        """Request all messages from number ``first`` on; return those that the publisher still
+        stores.
+        """
         self.request(b"", first.to_bytes(NUMBER_BYTES, "big"))
         found = []
         while True:

@@ -15,7 +15,9 @@ WAIT_S = 180.0
 def wait_until(
     condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float = WAIT_S
 ) -> None:
-    """Wait until the condition is true; ``what``, or its result, describes the failure."""
+    """Wait until the condition is true. If it stays false, fail with the text ``what``, or with the
+    result of calling ``what``.
+    """
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, what() if callable(what) else what
@@ -27,7 +29,7 @@ def free_npus() -> float:
 
 
 def assert_all_npus_are_free(npus: float = NPUS) -> None:
-    """Wait until this number of NPUs is free; by default, all NPUs."""
+    """Wait until ``npus`` NPUs are free; by default, until all NPUs are free."""
     wait_until(lambda: free_npus() >= npus, f"of {npus:g} NPUs some are still held")
 
 

@@ -1,4 +1,4 @@
-"""Reads from the kernel at which addresses and ports processes listen."""
+"""Reads from the kernel the addresses and ports at which processes listen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a group as objects of this process, with a device, but without Ray and HCCL."""
+"""The ranks of a group are objects of this process. They use a device, but neither Ray nor HCCL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ MAX_LEN = 128
 
 @dataclass
 class LocalRanks:
-    """Workers that each form a group of one rank, and use the same device one after the other."""
+    """Workers that use the same device one after the other. Each worker is the only rank of its
+    group.
+    """
 
     workers: list[Worker]
 

@@ -1,4 +1,6 @@
-"""An engine's loop with workers that have no model, and its clients, without Ray and devices."""
+"""An engine's loop with its clients and with workers that have no model; it needs neither Ray nor
+devices.
+"""
 
 from __future__ import annotations
 
@@ -60,24 +62,24 @@ class Group:
     """One lockstep group of fake workers.
 
     Args:
-        fail_at: the step at which rank 0 reports an error.
+        fail_at: number of the step in which rank 0 reports an error.
         dp, tp: number of data-parallel ranks, and number of tensor-parallel ranks per data-parallel
             rank. If there are several ranks, they share the experts.
         num_drafts: number of draft tokens of each request; one draft token is accepted.
-        lose_at: the step in which the last rank's tokens exceed the experts' capacity, so that the
-            step is void.
-        stall_at, stall_s: the step that stalls, and the duration of its stall.
-        link_s: time limit for silent clients.
-        max_unread_bytes: limit of the bytes that wait for one client.
-        turn_s: time limit of one turn of the loop.
-        clients_host: address for clients on other nodes.
-        is_held: returns whether the engine holds its lease.
-        fault_at: the step in which rank 0's device stops because a link fails. The other ranks then
-            wait for this device.
-        stop: stops the devices of all ranks.
-        events_at: where the changes of the prefix caches are published.
-        fetches: stands for a ``BlockFetches``.
-        late_decisions: stands for ``LateDecisions``.
+        lose_at: number of the step in which the last rank has more tokens than the experts'
+            capacity. The results of this step are discarded.
+        stall_at, stall_s: number of the step that stalls, and the duration of its stall.
+        link_s: time without messages after which a client counts as lost.
+        max_unread_bytes: largest number of bytes that can wait for one client.
+        turn_s: time limit of one turn of the loop, in seconds.
+        clients_host: address at which clients on other nodes connect to the engine.
+        is_held: function that returns whether the engine holds its lease.
+        fault_at: number of the step in which rank 0's device stops because a link fails. The other
+            ranks then wait for this device.
+        stop: function that stops the devices of all ranks.
+        events_at: address at which the changes of the prefix caches are published.
+        fetches: used instead of a ``BlockFetches``.
+        late_decisions: used instead of ``LateDecisions``.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Group:
         late_decisions: Any = None,
     ) -> None:
         self.ranks = tuple(range(dp * tp))
-        self.later: list[RawClient] = []  # clients that are closed with the group
+        self.later: list[RawClient] = []  # clients that ``close`` of the group closes
         place = Place(NODE, str(directory))
         channel = StepSender(self.ranks, place, ranks_per_batch=tp)
         self._fault_at = fault_at
@@ -218,7 +220,7 @@ class Group:
 
 
 class RawClient:
-    """A client that sends arbitrary messages."""
+    """A client that can send any bytes as messages."""
 
     def __init__(self, endpoint: Endpoint, token: str = TOKEN, name: str = "raw") -> None:
         self._context = zmq.Context()

@@ -1,5 +1,5 @@
-"""Makes plans for random numbers of free streams on one rank; checks the plans with the device's
-count of streams.
+"""Makes graph plans for random numbers of free streams on one rank. Compares each plan with the
+number of streams that the device counts.
 
 This program runs in a separate process, because the emulator's settings cannot change in a process:
 ``python -m tests.actors.random_budgets CHECKPOINT ACCOUNTING SEED ROUNDS``.
@@ -50,11 +50,11 @@ def make_round(base: Config, mode: str, model: str, chosen: random.Random) -> Co
 
 
 def play(ranks: LocalRanks, config: Config, free: int) -> str:
-    """Negotiate and capture with ``free`` stream ids; return the outcome in one word.
+    """Negotiate and capture a plan with ``free`` free stream ids; return the outcome in one word.
 
-    The function checks three laws. If the budget model counts streams, the whole plan is captured.
-    If the plan has fewer buckets of a family than requested, a further bucket of this family does
-    not fit. After the release, all streams are free again.
+    The function checks three laws. If the budget model counts streams, all buckets of the plan are
+    captured. If the plan has fewer buckets of a family than requested, no further bucket of this
+    family fits. After the release of all graphs, all streams are free again.
     """
     workload = Workload.from_config(config, read_model_facts(config.model))
     model = make_budget_model(config.graph.budget_model, workload)
@@ -97,7 +97,9 @@ def check_one_more(
     plan: GraphPlan,
     reserve: int,
 ) -> str:
-    """Capture one more bucket of each family that has fewer buckets than requested."""
+    """Try to capture one more bucket of each family of which the plan has fewer buckets than
+    requested.
+    """
     kept = {family.name: family.buckets for family in plan.families}
     short = "failed" in plan.reasons[-1]
     found = "all"

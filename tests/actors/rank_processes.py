@@ -35,8 +35,8 @@ from dist_aclgraph.steps.step import (
 from dist_aclgraph.topology import GroupRank, WorldRank
 from tests.forks import begin, forks
 
-ANSWER_S = 120.0  # seconds until a rank counts as stuck in a call
-END_S = 10.0  # seconds until a process that should end is killed
+ANSWER_S = 120.0  # seconds after which a rank that has not answered a call counts as stuck
+END_S = 10.0  # seconds that a process has to end by itself before it is killed
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class RankStep:
 
     Attributes:
         num_collectives: number of collectives that ran on the rank's device.
-        counted: numbers since the end of the previous step: waits of the host, launches on the AI
-            CPU, and launches with unaligned views.
+        counted: three counts since the end of the previous step: how often the host waited for the
+            device, launches of operators on the AI CPU, and launches with unaligned views.
         slow: names of the operators that ran on the AI CPU or with unaligned views.
     """
 
@@ -61,7 +61,7 @@ _COUNTED = ("host_syncs", "ai_cpu", "unaligned_views")
 
 
 class RankProcesses(WorkerGroup):
-    """Calls workers over pipes, and sends steps to workers like an engine."""
+    """Calls methods of the workers over pipes, and sends steps to the workers as an engine does."""
 
     def call(
         self,
@@ -74,7 +74,8 @@ class RankProcesses(WorkerGroup):
 
         Raises:
             AssertionError: a rank did not answer, or its process has ended.
-            Exception: the error of a worker; the call does not wait for the other workers.
+            Exception: the first error of a worker. The call then does not wait for the other
+                workers.
         """
         for index, pipe in enumerate(self.workers):
             pipe.send((method, arguments(index) if arguments else ()))
@@ -103,7 +104,7 @@ class RankProcesses(WorkerGroup):
         )
 
     def step(self, plan: StepPlan) -> list[RankStep]:
-        """Let all ranks run a step with no other step in flight; return each rank's result."""
+        """Let all ranks run one step and wait until it has ended; return each rank's result."""
         done = []
         for answer, *counted in self.call("step", "SERVING", ANSWER_S, self._parts(plan)):
             result = from_worker_decoder.decode(answer)
@@ -112,7 +113,9 @@ class RankProcesses(WorkerGroup):
         return done
 
     def launch(self, plan: StepPlan) -> list[StepResult]:
-        """Let all ranks queue a step; return the results of the previous step if it has ended."""
+        """Let all ranks queue a step behind the previous one; return the previous step's results if
+        it has ended.
+        """
         return self._results("launch", self._parts(plan))
 
     def pause(self) -> list[StepResult]:
@@ -120,11 +123,11 @@ class RankProcesses(WorkerGroup):
         return self._results("pause", lambda _: ())
 
     def copy(self, jobs: Sequence[tuple[CopyJob, ...]]) -> list[tuple[tuple[int, int], ...]]:
-        """Let all ranks begin their copy jobs, and continue earlier jobs; return the jobs that have
-        ended on each rank.
+        """Let all ranks begin new copy jobs and continue earlier ones; return, for each rank, the
+        jobs that have ended.
 
         Args:
-            jobs: the jobs of each data-parallel rank.
+            jobs: the new jobs of each data-parallel rank.
         """
         ranks_per_batch = len(self.workers) // len(jobs)
         return self.call(
@@ -135,7 +138,7 @@ class RankProcesses(WorkerGroup):
         )
 
     def _parts(self, plan: StepPlan) -> Callable[[int], tuple[bytes]]:
-        """Return a function from the index of a rank to the message for this rank."""
+        """Return a function that maps a rank's index to the message for this rank."""
         ranks_per_batch = len(self.workers) // len(plan.batches)
         return lambda index: (encoder.encode(plan.for_rank(index // ranks_per_batch)),)
 
@@ -153,7 +156,8 @@ def rank_processes(config: Config, at_ranks: Sequence[Config] = ()) -> Iterator[
     """Within this context, one process runs for each rank of the group of ``config``.
 
     Args:
-        at_ranks: the configuration of each rank, if they differ, as for ranks on several nodes.
+        at_ranks: the configuration of each rank, if the ranks have different ones, for example on
+            several nodes.
     """
     size = config.parallel.world_size
     context = forks()
@@ -185,13 +189,17 @@ def rank_processes(config: Config, at_ranks: Sequence[Config] = ()) -> Iterator[
 
 @contextmanager
 def rendezvous() -> Iterator[str]:
-    """Yield the URL of the file over which the ranks join one HCCL world."""
+    """Yield the URL of a file. The ranks exchange their addresses in this file to join one HCCL
+    world.
+    """
     with tempfile.TemporaryDirectory() as directory:
         yield f"file://{Path(directory) / 'rendezvous'}"
 
 
 def _answer(worker: Worker, pipe: Connection) -> None:
-    """Carry out calls, one after another, until the caller has ended."""
+    """Carry out the calls that arrive in ``pipe``, one after another, until the calling process has
+    ended.
+    """
     while True:
         try:
             method, arguments = pipe.recv()
@@ -220,8 +228,9 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
         results: list[StepResult] = []
         worker.launch(plan, results.append)
         result = results[-1] if results else worker._running.runner.finish()
-        # The device computes drafts after the results. The counters count a wait of the host. They
-        # do not count polls, so this loop polls until the drafts exist.
+        # The device computes the drafts after the step's results. If the host waited for the
+        # drafts, the counters would count this wait. Polls are not counted, so this loop polls
+        # until the drafts exist.
         while not runtime().current_stream().query():
             time.sleep(QUERY_S)
         now = emulator.counters()

@@ -1,4 +1,6 @@
-"""An engine's loop with real workers in processes without Ray, and a client of this loop."""
+"""An engine's loop, a client of this loop, and real workers in processes that are started without
+Ray.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ class ServingRanks:
     client: EngineClient
     ranks: RankProcesses
     address: Address
-    servers: tuple[Address, ...] = ()  # of the files on nodes without the engine
+    servers: tuple[Address, ...] = ()  # they send files of nodes without the engine
 
     def submit(self, name: str, prompt: list[int], params: Any) -> Answer:
         answer = Answer()
@@ -48,7 +50,7 @@ class ServingRanks:
 
 @dataclass(frozen=True)
 class _Captured:
-    """Ranks that never change their graphs."""
+    """Stands for ranks that have captured their graphs, and never change them."""
 
     ranks: tuple[WorldRank, ...]
 
@@ -118,7 +120,7 @@ def serving_ranks(
 def _stop(
     ranks: RankProcesses, timeout_s: float, check: Callable[[], None]
 ) -> dict[GroupRank, str]:
-    """Let all ranks stop their devices, as an engine does over Ray."""
+    """Stop the devices of all ranks, as an engine does through Ray."""
     for pipe in ranks.workers:
         pipe.send(("stop_device", (timeout_s,)))
     silent: dict[GroupRank, str] = {}
@@ -138,7 +140,7 @@ def _stop(
 
 
 def _watch(ranks: RankProcesses, loop: EngineLoop, is_over: threading.Event) -> None:
-    """If a rank dies, report it to the loop, as the controller does."""
+    """Report the death of a rank to the loop, as the controller does."""
     pids = [info.pid for info in ranks.infos]
     while not is_over.wait(LOOK_S):
         alive = {process.pid for process in active_children()}

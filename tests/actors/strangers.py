@@ -22,7 +22,7 @@ NUM_JUNK = int(os.environ.get("DIST_ACLGRAPH_JUNK", "2000"))
 
 
 def with_fresh_keys(endpoint: Endpoint) -> Endpoint:
-    """Return keys of a peer that knows only the server's public key."""
+    """Return an endpoint with new client keys, which the server does not know."""
     assert endpoint.keys is not None
     public, secret = zmq.curve_keypair()
     return replace(
@@ -44,7 +44,9 @@ Stranger = Callable[[Endpoint], Endpoint]
 
 
 def refusal_of(endpoint: Endpoint, token: str = TOKEN) -> str:
-    """Check that a client and its request fail within a time limit; return the refusal's reason."""
+    """Check that the engine refuses a client, and that the client's request fails in time; return
+    the reason.
+    """
     client = EngineClient([Address(NODE, endpoint)], token, node_id=NODE, link_s=WAIT_S)
     try:
         wait_until(lambda: bool(client.capacity().lost), "the client learns nothing")
@@ -56,7 +58,9 @@ def refusal_of(endpoint: Endpoint, token: str = TOKEN) -> str:
 
 
 def send_raw(url: str, count: int) -> int:
-    """Send blocks of bytes that are not ZMTP, over successive connections; return their number."""
+    """Send blocks of random bytes, which are not ZMTP, over one connection after another. Return
+    the number of blocks; a block that the engine refuses counts, too.
+    """
     host, port = url.removeprefix("tcp://").split(":")
     taken = 0
     while taken < count:
@@ -71,7 +75,7 @@ def send_raw(url: str, count: int) -> int:
 
 
 def send_frames(endpoint: Endpoint, kind: int, count: int) -> None:
-    """Try to send ``count`` junk frames."""
+    """Try to send ``count`` frames that are no valid messages, over a socket of type ``kind``."""
     own: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peer = own.socket(kind)
     endpoint.connect(peer)

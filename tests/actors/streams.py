@@ -20,10 +20,10 @@ GRAPH = {"sizes": [4, 12]}
 
 @dataclass
 class Streams:
-    """Several streams. Each stream sends one request after another, with alternating prompts.
+    """Several streams. Each stream sends one request after another, and cycles through the prompts.
 
     Attributes:
-        ended: the index of the prompt, and the answer, of each completed request.
+        ended: for each completed request, the index of its prompt and its answer.
     """
 
     service: Serving
@@ -47,7 +47,7 @@ class Streams:
 
 @contextmanager
 def streams(service: Serving, count: int = NUM_STREAMS) -> Iterator[Streams]:
-    """Within this context, streams run; when the context ends, all streams end."""
+    """Run ``count`` streams within this context; end all of them when the context ends."""
     found = Streams(service)
     threads = [threading.Thread(target=found.run, args=[i], daemon=True) for i in range(count)]
     for thread in threads:

@@ -15,13 +15,15 @@ def wait_for_tokens(answers: Sequence[Answer], count: int = 5) -> None:
 
 
 def arm(file: Path, words: str) -> None:
-    """Arm the fault that ``words`` describe (see emulator/README.md) for the next matching call."""
+    """Plant the fault that ``words`` describe (see emulator/README.md); the next matching call
+    fails.
+    """
     draft = file.with_suffix(".draft")
     draft.write_text(words)
     draft.rename(file)
 
 
 def strike(file: Path, words: str) -> None:
-    """Arm a fault, and wait until a device has failed because of the fault."""
+    """Plant a fault, and wait until it has made a device fail."""
     arm(file, words)
     wait_until(lambda: not file.exists(), "the fault has struck nobody")

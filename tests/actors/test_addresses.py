@@ -1,4 +1,4 @@
-"""Only peers with valid keys, or on the engine's node, can connect to an engine's sockets."""
+"""An engine's sockets accept only peers on the engine's node and peers with valid keys."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ def test_a_client_without_the_right_keys_is_refused_and_learns_it(
 def test_a_link_learns_of_a_refusal_that_comes_before_it_sends(
     group: Group, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    """A client that was paused can find the connection refused before it has sent anything."""
+    """If a client was paused, its connection can be refused before the client has sent its first
+    message.
+    """
     endpoint = without_keys(group.clients_at.seen_from(ELSEWHERE))
     link = EngineLink(context, endpoint, Hello(TOKEN, "client", protocol()), WAIT_S)
     socket, _ = link.sockets

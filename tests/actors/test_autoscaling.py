@@ -1,4 +1,6 @@
-"""Tests what happens if the load needs more groups, but the cluster has no free NPUs."""
+"""If the load needs more groups but no NPU is free, the deployment tries again later. Tests of
+refused rolls are here, too.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ BUSY = (1, 1000)  # number of running requests, number of waiting requests
 
 @dataclass
 class ScaledGroups(Groups):
-    """Groups that are busy, so that Upkeep starts more groups."""
+    """Groups that report many waiting requests, so that Upkeep tries to start more groups."""
 
     now_s: float = 0.0
     tries_s: list[float] = field(default_factory=list)
@@ -49,7 +51,9 @@ class ScaledGroups(Groups):
         self.start()
 
     def upkeep(self) -> Upkeep:
-        """Return an Upkeep that sees busy groups, and whose changes end at once."""
+        """Return an Upkeep to which all groups report a high load. Each change that it begins ends
+        at once.
+        """
 
         def begin(work: Callable[[], None]) -> BegunChange:
             work()
@@ -68,8 +72,8 @@ class CrowdedGroups(ServingGroups):
     """The serving groups of a cluster in which no NPU is free.
 
     Attributes:
-        looks: for each check for free NPUs, its time limit, and whether other changes were refused
-            during the check.
+        looks: for each check for free NPUs, its time limit in seconds, and whether other changes of
+            the groups were refused during the check.
     """
 
     def __init__(self) -> None:
@@ -200,6 +204,6 @@ def test_a_lost_group_is_given_back_when_so_many_are_wanted_as_are_left(
     assert stopped == [lost]
     assert crowded.groups == [serves]
     assert crowded.num_missing == 0
-    # Clients get a list without the lost group.
+    # The engines send clients a list of groups without the lost group.
     [groups] = serves.engine.set_groups.remote.call_args.args
     assert len(groups.groups) == 1

@@ -1,4 +1,6 @@
-"""Memory fails under many streams: its contents are computed again, and no request is lost."""
+"""If memory of a device fails while many requests run, its contents are computed again, and no
+request is lost.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.deployments import Serving, greedy_params, make_deployment_config, se
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 STREAMS, TOKENS, ANSWER_S = 12, 200, 240.0
-# Three kinds of faulty memory: keys of a layer in the first block, a weight, and HCCL's memory.
+# The faults hit three kinds of memory: a layer's keys in the first KV block, a weight, and HCCL's
+# memory.
 KV = "fault_op=aclnnFusedInferAttentionScoreV3 fault_operand=1 fault_offset=65536"
 WEIGHT = "fault_op=aclnnMm fault_operand=1"
 LIBRARY = "fault_op=HcclAllReduce"
@@ -63,7 +66,7 @@ def test_the_contents_of_faulty_memory_decide_what_is_computed_again(
         assert metrics["num_preemptions"] == STREAMS
         assert (service.client.num_resumed, worker_pids(service)) == (0, before)
 
-        # The group is lost. All processes of the group join another group; the process with the bad
+        # The group is lost. All of its processes join a new group. The process with the faulty
         # weight loads its weights again.
         assert run_all(service, "weight", lambda: turn_bad(WEIGHT)) == wanted
         assert service.client.num_resumed == STREAMS

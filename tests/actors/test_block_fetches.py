@@ -1,5 +1,5 @@
-"""Files of KV blocks that an engine fetches from another node: each fetch ends, and a file that is
-not whole is not kept.
+"""An engine fetches files of KV blocks from another node. Each fetch ends, and incomplete files are
+deleted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tests.actors.leftovers import wait_until
 def world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[World]:
-    monkeypatch.setattr(block_fetches, "SILENCE_S", WAIT_S)  # a busy machine is not a silent source
+    monkeypatch.setattr(block_fetches, "SILENCE_S", WAIT_S)  # slow sources are not silent
     made = World(tmp_path, request.param)
     yield made
     made.close()
@@ -91,7 +91,7 @@ def test_without_a_checkpoint_nothing_is_copied(world: World) -> None:
 def test_files_are_kept_for_the_weights_that_the_engine_has_loaded(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights of the next roll may be in the same folder when a fetch begins."""
+    """When a fetch begins, the folder may already contain the weights of the next roll."""
     world.write(*NAMES)
     monkeypatch.setattr("dist_aclgraph.kv.tiers.cache_identity", lambda config: "next weights")
     world.fetch()
@@ -114,7 +114,7 @@ def test_files_cross_an_encrypted_connection(tmp_path: Path) -> None:
 def test_a_source_that_refuses_the_connection_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sending waits forever on a connection that was refused before the first request."""
+    """If a connection is refused before the first request, a send on it would wait forever."""
     connect = Endpoint.connect
 
     def connect_late(endpoint: Endpoint, peer: zmq.Socket[bytes]) -> None:
@@ -205,9 +205,9 @@ def test_a_fetch_ends_with_its_request(world: World) -> None:
 
 
 def test_a_block_is_not_found_before_all_its_files_are_here(world: World) -> None:
-    """Look-ups see only the files of the first worker."""
+    """A look-up checks only the first worker's files, so its file must be fetched last."""
     world.write(*NAMES)
-    for num_looks in range(1, 2 * len(NAMES)):  # the fetch of the last turn is one file short
+    for num_looks in range(1, 2 * len(NAMES)):  # the last fetch stops one file before its end
         world.fetch(is_wanted=partial(next, iter([True] * num_looks), False))
         first, second = world.here["block"]
         assert [name for name in NAMES if first.has(name) and not second.has(name)] == []
@@ -217,7 +217,7 @@ def test_a_block_is_not_found_before_all_its_files_are_here(world: World) -> Non
 
 
 def test_a_fetch_that_takes_too_long_ends(world: World) -> None:
-    """A source can be slow without being silent."""
+    """A source can answer often enough not to count as silent, and still be too slow."""
     world.write(*NAMES)
 
     def wait() -> bool:
@@ -281,7 +281,7 @@ def test_a_wrong_token_gets_no_answer(world: World, monkeypatch: pytest.MonkeyPa
 
 
 class Hang:
-    """All threads for fetches hang in a file system, until ``close`` is called."""
+    """Blocks all threads for fetches until ``close``, like a file system that hangs."""
 
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         self._goes_on, self._calls = threading.Event(), list[bool]()
@@ -310,7 +310,7 @@ def hang(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
 def test_a_disk_that_hangs_holds_no_request(
     world: World, hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first requests wait until their time is over, and later requests do not wait."""
+    """The first requests wait for the whole time limit. Later requests do not wait for a fetch."""
     monkeypatch.setattr(block_fetches, "SILENCE_S", SILENCE_S)
     assert not any(ended() for ended in hang.first)
     world.now_s += LIMIT_S + SILENCE_S + 1
@@ -320,7 +320,9 @@ def test_a_disk_that_hangs_holds_no_request(
 
 
 def test_a_request_whose_fetch_does_not_begin_waits_no_longer(world: World, hang: Hang) -> None:
-    """Fetches can wait for a thread. A fetch that has begun still has its whole time limit."""
+    """A fetch waits for a free thread for a limited time. A fetch that has begun keeps its own,
+    longer time limit.
+    """
     queued = hang.begin()
     world.now_s += QUEUE_S + 1
     assert queued() and world.fetches.counts.failures == 1
@@ -330,7 +332,9 @@ def test_a_request_whose_fetch_does_not_begin_waits_no_longer(world: World, hang
 
 
 class FakeSource:
-    """A source whose answers the test chooses. It ends when a fetch waits for answers."""
+    """A source whose answers the test chooses. It answers the first ``WINDOW`` requests, and then
+    ends.
+    """
 
     def __init__(
         self, folder: Path, answer: Callable[[int], list[bytes]], num_answers: int = 1
@@ -375,7 +379,7 @@ def test_a_source_that_sends_junk_is_left_alone(
 
 
 def test_a_source_that_repeats_an_answer_is_left_alone(world: World, tmp_path: Path) -> None:
-    """Without this rule, the fetch would last as long as the source repeats the answer."""
+    """Otherwise, the fetch would last for as long as the source repeats the answer."""
     world.write(*NAMES)
     file = world.file(NAMES[0], 1).read_bytes()
     answer = [msgspec.msgpack.encode(0), file]
@@ -467,7 +471,9 @@ def test_requests_sent_ahead_are_answered_in_order(world: World, asker: Asker) -
 
 
 class Asked:
-    """A fake event: the first ``times`` waits return true, and later waits return false."""
+    """A fake event. The first ``times`` calls of ``wait`` return true, and later calls return
+    false.
+    """
 
     def __init__(self, times: int) -> None:
         self.left = times

@@ -1,6 +1,6 @@
 """If a capture fails on one of two ranks, the plan loses one bucket, or the start fails.
 
-If the start fails, its error names the cause.
+The error of a failed start names the cause of the failure.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.lockstep import Lockstep, lockstep
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 SIZES = (1, 2, 4, 8, 12)
-LAYERS = 3  # layers of the checkpoint; each layer records one aclnnSwiGlu
+LAYERS = 3  # number of layers of the checkpoint; each launches one aclnnSwiGlu
 MIXED_SIZES = (4, 8, 16)
-STREAMS_BEFORE = 36  # free streams of a rank when it makes its offer
+STREAMS_BEFORE = 36  # number of free streams of a rank when it makes its offer
 # A decode graph of two ranks needs two streams for its lanes, and two for a communication domain.
 STREAMS_PER_GRAPH = 4
 SMALLEST_SEGMENT = 2 << 20  # smallest size that torch's allocator requests
@@ -49,8 +49,8 @@ def make_faulty_config(
 ) -> Config:
     graph = {
         "mode": mode,
-        # Without probes and reserved streams, the plan's captures are the first captures, and can
-        # use all streams.
+        # This budget model makes no probe captures and reserves no streams. So the plan's captures
+        # are the device's first captures, and can use all streams.
         "budget_model": "legacy-0.11",
         "reserve_streams": 0,
         "sizes": SIZES,
@@ -96,7 +96,8 @@ def test_a_rank_out_of_streams_in_its_third_bucket_leaves_two_on_all(checkpoint:
 
 @pytest.mark.slow
 def test_memory_that_runs_out_inside_a_capture_costs_that_bucket_alone(checkpoint: Path) -> None:
-    # At the second allocation, some of the bucket's pieces already exist and use memory.
+    # At the second allocation, some pieces of the bucket's graph are already captured, and use
+    # memory.
     fault = {"op": "alloc", "call": 2}
     config = make_faulty_config(checkpoint, "FULL_AND_PIECEWISE", fault, max_tokens=512)
     with lockstep(config) as group:
@@ -107,8 +108,8 @@ def test_memory_that_runs_out_inside_a_capture_costs_that_bucket_alone(checkpoin
     (rollback,) = report["rollbacks"]
     assert "piecewise mixed 512 was undone on all ranks: rank 1 failed (memory)" in rollback
     assert report["ranks"][0]["streams"]["measured"] == report["ranks"][1]["streams"]["measured"]
-    # The memory of the abandoned bucket is free again, so smaller buckets fit in the smallest
-    # segment.
+    # The memory of the bucket that failed is free again. The smaller buckets fit in one segment of
+    # the smallest size.
     assert report["pool_bytes"] == SMALLEST_SEGMENT
 
 
@@ -126,9 +127,10 @@ def test_an_operator_that_fails_while_captured_costs_that_bucket_alone(checkpoin
 
 
 def fail_to_start(config: Config) -> tuple[WorkerError, float, float]:
-    """Return the error of a failed start, and its seconds since the first capture and the start.
+    """Return the error of a failed start, the seconds from the first capture to the error, and the
+    seconds from the start to the error.
 
-    The seconds since the first capture can be too few, because captures can be reported late.
+    The first of these times can be too short, because the report that captures begin can come late.
     """
     start_s = began_s = time.monotonic()
 
@@ -156,7 +158,7 @@ def test_a_rank_that_stalls_in_a_capture_is_named_alone_in_bounded_time(checkpoi
 
 @pytest.mark.slow
 def test_ranks_silent_in_a_collective_are_all_named_and_none_is_blamed(checkpoint: Path) -> None:
-    # Call 5 of the device belongs to the eager run before the first capture.
+    # The fault hits the fifth call of the operator, in the eager run before the first capture.
     fault = {"op": "aclnnSwiGlu", "call": LAYERS + 2, "kind": "stall", "stall_s": STALL_S}
 
     error, seconds, in_all_s = fail_to_start(make_faulty_config(checkpoint, fault=fault))

@@ -1,4 +1,4 @@
-"""Groups are added, drained and replaced, die and hang, while other groups serve.
+"""Groups are added, drained, replaced and killed, and some hang, while other groups serve.
 
 Most tests share a deployment of two groups. Each of these tests leaves two serving groups for the
 next test.
@@ -47,13 +47,13 @@ ALL_SERVE = {"serving": 2, "draining": 0, "lost": 0}
 
 @dataclass
 class Pair:
-    """Two groups.
+    """The two serving groups of the shared deployment.
 
     Attributes:
-        configs: two configurations. The groups run one configuration at a time.
-        weights, away: path of the file of weights; path to which tests move this file, so that it
-            is missing.
-        wanted: the tokens of ``PROMPTS``.
+        configs: two configurations. Both groups run one of them; a roll changes to the other one.
+        weights, away: path of the file of weights; path to which tests move this file, so that new
+            groups do not find it.
+        wanted: the correct output tokens of each prompt in ``PROMPTS``.
     """
 
     service: Serving
@@ -64,7 +64,7 @@ class Pair:
 
     @property
     def next_config(self) -> Config:
-        """The configuration in ``configs`` that the groups do not run."""
+        """The configuration in ``configs`` that the groups do not run now."""
         running = self.service.report()["num_blocks"]
         [other] = [config for config in self.configs if config.kv.num_blocks != running]
         return other
@@ -108,7 +108,7 @@ def shared(
 
 @pytest.fixture
 def pair(shared: Pair) -> Iterator[Pair]:
-    """Return the two groups when both serve."""
+    """Wait until both groups serve, and return them."""
     wait_until(shared.all_serve, "the test before has left a group that does not serve", START_S)
     yield shared
     if shared.away.exists():
@@ -192,7 +192,7 @@ def test_groups_that_do_not_come_up_change_nothing(pair: Pair) -> None:
     pair.assert_answers("unchanged")
 
 
-@pytest.mark.slow  # make test has another test of a roll under requests
+@pytest.mark.slow  # slow, because the fast tests contain another roll while requests run
 def test_another_configuration_replaces_the_old_one_without_a_failed_request(pair: Pair) -> None:
     service, other = pair.service, pair.next_config
     old, names = pids_of(service), names_of(service)
@@ -217,7 +217,8 @@ def test_a_dead_group_loses_no_request_and_its_replacement_is_tried_again_when_i
     num_resumed = service.client.num_resumed
     pair.weights.rename(pair.away)
     with streams(service) as found:
-        # All streams of a group can pause at once; these long requests are running.
+        # All streams of a group can be between two requests. These long requests keep both groups
+        # busy.
         held = [service.submit(f"d{i}", PROMPTS[i % 4], greedy_params(LONG)) for i in range(8)]
         assert all(answer.began.wait(180) for answer in held)
         os.kill(pids_of(service)[1], signal.SIGKILL)
@@ -246,7 +247,9 @@ def test_a_dead_group_loses_no_request_and_its_replacement_is_tried_again_when_i
 
 @pytest.mark.slow
 def test_the_death_of_all_groups_at_once_loses_no_request(pair: Pair) -> None:
-    """A worker and all engines die, so no engine is left that could announce new groups."""
+    """A worker and all engines die, so no engine is left to tell clients the addresses of new
+    groups.
+    """
     service, names = pair.service, names_of(pair.service)
     outage_s = service.client.outage_seconds()
     workers, engines = pids_of(service), pair.engine_pids()
@@ -311,7 +314,7 @@ def test_a_group_that_dies_takes_no_stream_of_another_with_it(checkpoint: Path) 
     config = make_deployment_config(
         checkpoint, parallel={"dp": 2}, graph=GRAPH, recovery={"restarts_per_hour": 0}
     )
-    free = free_npus()  # the groups of the shared deployment may use the other NPUs
+    free = free_npus()  # the shared deployment may still use the other NPUs
     with serving(config) as service:
         wanted = [a.tokens for a in service.generate(PROMPTS, greedy_params(TOKENS))]
         with streams(service, 8) as found:
@@ -325,7 +328,7 @@ def test_a_group_that_dies_takes_no_stream_of_another_with_it(checkpoint: Path) 
             service.client.raise_if_dead()
             service.deployment.raise_if_dead()
 
-            # A new group with another name replaces the lost group.
+            # The lost group is replaced by a group with a new name.
             service.deployment.scale(2)
 
             wait_until(lambda: names_of(service) == {"0", "2"}, "the dead group is still there")
@@ -342,7 +345,7 @@ def test_the_number_of_groups_follows_the_requests_that_wait(checkpoint: Path) -
     with serving(config) as service:
         wanted = [a.tokens for a in service.generate(PROMPTS, greedy_params(TOKENS))]
 
-        with streams(service, 32) as found:  # more streams than one group has rows
+        with streams(service, 32) as found:  # more requests than one group can run at a time
             wait_until(lambda: service.client.capacity().serving == 2, "no other group", 120)
 
         wait_until(lambda: service.client.capacity().total == 1, "both groups stay", 120)

@@ -1,4 +1,4 @@
-"""Requests fail, or continue, if the engine, the client or the connection fails."""
+"""What happens to requests if the engine, the client or the connection between them fails."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def owns_nothing(group: Group) -> bool:
 
 
 class HeldReader(Answer):
-    """A reader that can block the client's I/O thread.
+    """A reader of output tokens that can block the client's I/O thread.
 
-    After ``hold``, the next delta blocks the thread until ``let_go`` is set.
+    After a call of ``hold``, the thread blocks at the next delta until ``let_go`` is set.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ def test_a_client_that_is_held_for_a_while_misses_no_delta(
     wait_until(lambda: group.scheduler.num_requests == 60, "not all requests are there")
     reader.hold()
 
-    # The engine makes all deltas while no client reads.
+    # Wait until the engine has sent all deltas. The client reads none of them meanwhile.
     deadline_s = time.monotonic() + 120
     while not owns_nothing(group):
         assert time.monotonic() < deadline_s
@@ -173,7 +173,9 @@ def test_a_step_longer_than_any_silence_harms_nobody(
 
 
 def _serve_pulses(address: str, received: Any) -> None:
-    """Run an engine that accepts requests and replies to heartbeats, until it is killed."""
+    """Run an engine that accepts requests and answers heartbeats, but computes nothing. It runs
+    until it is killed.
+    """
     router = zmq.Context().socket(zmq.ROUTER)
     router.bind(address)
     while True:

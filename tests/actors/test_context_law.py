@@ -1,7 +1,8 @@
-"""Law: for any way of sharing requests' contexts between ranks, steps with graphs and eager steps
-give the same tokens as a single rank.
+"""Law: if several ranks share the contexts of requests, in whatever way, steps with graphs and
+eager steps give the same tokens as a single rank.
 
-All examples of a deployment use the same processes. Deployments are drawn at random, from seeds.
+The deployments are drawn at random, from seeds. All examples of one deployment use the same
+processes.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ STEM = make_prompts([80], seed=9)[0]  # the first tokens of many prompts
 
 @dataclass(frozen=True)
 class Setting:
-    """A deployment.
+    """The sizes of a deployment, drawn at random.
 
     Attributes:
-        ranks: sizes of tp, pcp and dcp.
-        drafts: number of draft tokens; None for a model with grouped-query attention, which cannot
-            draft.
+        ranks: the sizes of its tp, pcp and dcp groups.
+        drafts: number of draft tokens; None for the model with grouped-query attention, which has
+            no drafts.
     """
 
     ranks: tuple[int, int, int]
@@ -51,7 +52,9 @@ class Setting:
 
     @classmethod
     def drawn(cls, seed: int) -> Setting:
-        """Draw a setting. 20 consecutive seeds have all combinations of layouts and drafts."""
+        """Draw a setting from a seed. 20 consecutive seeds give all combinations of ``ranks`` and
+        ``drafts``.
+        """
         layouts, drafts = [(2, 1, 2), (1, 2, 2), (2, 2, 4), (1, 2, 1)], [3, None, 1, 2, 0]
         rng = random.Random(seed)
         block_size = rng.choice([16, 32])
@@ -81,7 +84,7 @@ def one_key_head(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(npu: Any, one_key_head: Path) -> dict[Path, ModelRunner]:
-    """Return a runner on one rank, without drafts, for each model."""
+    """Return, for each model, a runner on one rank that uses no drafts."""
     return {path: make_runner(npu, path, MAX_SEQS) for path in (DEMO, one_key_head)}
 
 
@@ -94,7 +97,7 @@ class Deployment:
     def play(
         self, arrivals: list[Arrival], num_blocks: int | None, *, is_eager: bool
     ) -> dict[str, list[int]]:
-        """Run the arriving requests on all ranks; return each request's tokens."""
+        """Run the requests of ``arrivals`` on all ranks; return each request's tokens."""
         self.group.restart(num_blocks=num_blocks, is_eager=is_eager)
         scheduler = self.group.scheduler
         tokens: dict[str, list[int]] = {}
@@ -121,14 +124,14 @@ class Deployment:
         return tokens
 
     def check(self, arrivals: list[Arrival], num_blocks: int | None = None) -> None:
-        """Compare the tokens of one rank, of eager steps and of steps with graphs."""
+        """Check that one rank, eager steps and steps with graphs give the same tokens."""
         wanted, _ = run(self.alone, EAGER, arrivals, 60)
         eager = self.play(arrivals, num_blocks, is_eager=True)
         replayed = self.play(arrivals, num_blocks, is_eager=False)
         assert replayed == eager
         for index, arrival in enumerate(arrivals):
             tokens, all_of_them = eager[str(index)], wanted[str(index)]
-            if arrival.abort_at is not None:  # the number of tokens at the abort can differ
+            if arrival.abort_at is not None:  # it can have any number of tokens
                 length = min(len(tokens), len(all_of_them))
                 tokens, all_of_them = tokens[:length], all_of_them[:length]
             assert tokens == all_of_them
@@ -167,7 +170,9 @@ def deployment(
 
 @st.composite
 def arrivals_of(draw: st.DrawFn, setting: Setting) -> list[Arrival]:
-    """Draw requests with common beginnings, and many lengths near multiples of the interleave."""
+    """Draw requests whose prompts share a beginning. Many of their lengths are near multiples of
+    the interleave size.
+    """
     turns = st.builds(
         lambda count, more: max(1, min(100, count * setting.interleave + more)),
         st.integers(1, 3 * setting.shards),
@@ -197,8 +202,7 @@ def test_graphs_and_eager_steps_give_the_tokens_of_one_rank(
 ) -> None:
     setting = deployment.setting
     arrivals = data.draw(arrivals_of(setting))
-    # The cache has only slightly more blocks than the longest request needs, so some requests are
-    # preempted.
+    # The cache has few blocks more than the longest request needs, so some requests are preempted.
     smallest = 2 + -(-(MAX_LEN + 4) // (setting.block_size * setting.shards))
     deployment.check(arrivals, data.draw(st.integers(smallest, smallest + 8)))
 

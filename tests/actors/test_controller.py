@@ -1,4 +1,6 @@
-"""A controller enters only allowed states, even if two threads change its state."""
+"""A controller changes only to allowed states, even if two threads change its state at the same
+time.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A dead controller is replaced despite other failures, or the end of the deployment is
-reported.
+"""If a controller dies, a new one replaces it, also after failed starts. If that is impossible, the
+end of the deployment is reported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIMIT_S = 180.0
 
 
 class Controller:
-    """A controller that serves at once."""
+    """A controller that is ready as soon as it has started."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

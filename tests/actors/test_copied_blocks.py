@@ -1,4 +1,6 @@
-"""KV blocks in files outlive the group that computed them, and its service."""
+"""KV blocks in files remain usable after the end of the group that computed them, and of its
+service.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def copied(service: Serving) -> dict[str, int]:
 
 
 def check_that_a_router_waits_for_files(service: Serving) -> None:
-    """Check that a request ends when its prompt is in files, if a router asks for this."""
+    """Check that a request ends only when its prompt's blocks are in files, if a router asks for
+    this.
+    """
     before, answer = copied(service)["saved"], Answer()
     service.client.submit("routed", [7] * 90, greedy_params(1), [], answer.take, role="prefill")
     assert len(tokens_of(ANSWER_S, [answer])[0]) == 1
@@ -58,7 +62,7 @@ def check_that_a_router_waits_for_files(service: Serving) -> None:
 
 
 def test_a_group_computes_prompts_for_another_one(checkpoint: Path, tmp_path: Path) -> None:
-    """When the prefill group is killed, the other group computes the prompts, too."""
+    """After the prefill group is killed, the other group computes prompts itself."""
     kv = {"num_blocks": 128, "block_size": BLOCK, "host_path": str(tmp_path), "host_gib": 0.1}
     parallel = {"dp": 2, "prefill_groups": 1, "prefill_from_tokens": 64}
     config = make_deployment_config(
@@ -66,7 +70,7 @@ def test_a_group_computes_prompts_for_another_one(checkpoint: Path, tmp_path: Pa
     )
     with serving(config) as service:
         wait_until(lambda: service.client.capacity().prefill == 1, "no roles are known")
-        # Requests are sent only to engines that have answered.
+        # The client sends requests only to engines that have answered it.
         wait_until(lambda: len(service.client.query("metrics")) == 2, "an engine is silent")
         wanted = tokens_of(ANSWER_S, submit_all(service, "split"))
         counts = service.client.query("metrics")
@@ -101,14 +105,15 @@ def test_blocks_outlive_a_killed_worker_and_then_the_service(
         os.kill(before[1], signal.SIGKILL)
         assert tokens_of(ANSWER_S, answers) == wanted
         wait_until(lambda: worker_pids(service) != before, "no other group", ANSWER_S)
-        # The answers can have ended before the worker was killed.
+        # All answers may have ended before the worker was killed, so the prompts are sent once
+        # more.
         assert tokens_of(ANSWER_S, submit_all(service, "again")) == wanted
         assert copied(service)["loaded"] >= NUM_FULL
         assert copied(service)["missed"] == 0
         assert host_root(config).exists()
     assert not any(path.is_dir() for path in host_root(config).iterdir())
 
-    # A group of another size divides the heads in another way, and reads the same files.
+    # A group with another number of ranks divides the heads differently, and reads the same files.
     with serving(config.model_copy(update={"parallel": ParallelConfig(tp=1)})) as service:
         assert tokens_of(ANSWER_S, submit_all(service, "later")) == wanted
         assert copied(service)["loaded"] >= NUM_FULL

@@ -1,4 +1,6 @@
-"""Messages about copies of KV blocks are sent one at a time, and no request waits for ever."""
+"""The engine sends workers one message about copies of KV blocks at a time, and no request waits
+for ever.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ class World:
         self.scheduler.add(request)
 
     def turn(self) -> int:
-        """Return the number of tokens in the next step; 0 without a step."""
+        """Return the number of tokens in the next step; 0 if there is nothing to run."""
         plan = self.scheduler.schedule()
         self.link.turn(is_idle=plan is None)
         return 0 if plan is None else plan.largest.num_tokens
@@ -145,11 +147,11 @@ def test_no_request_waits_for_copies_again_until_one_ends(world: World) -> None:
 def test_no_request_waits_for_a_node_that_never_answers_a_look_up(
     monkeypatch: pytest.MonkeyPatch, source: Source | None
 ) -> None:
-    """Without a source, no worker of the request's rank is on the engine's node."""
+    """If ``source`` is None, no worker of the request's rank runs on the engine's node."""
     places = tuple(CachePlace(rank, 2, num_kv_heads=2) for rank in range(WORKERS))
     files = GroupFiles(places if source else places[:1], ("a", "b"))
     world = World(monkeypatch, 1 if source else 2, files, source)
-    if source is None:  # rank 0 is occupied, so that the request starts on rank 1
+    if source is None:  # occupies rank 0, so that the request starts on rank 1
         pool = world.scheduler.ranks[0].pool
         pool.allocate(pool.num_free)
     assert world.turn() == 0

@@ -1,4 +1,4 @@
-"""A worker that measures reports the bytes that the ranks sent to each other in a step."""
+"""If measuring is on, a worker reports the bytes that the ranks sent to each other in a step."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_a_step_tells_its_collectives_and_their_bytes(npu: Any, tmp_path: Path) 
     assert [graph is None for graph, _ in steps] == [True, False, False]
     for graph, done in steps:
         num_tokens = len(PROMPT) if graph is None else 1
-        # There is one all-reduce after the embedding, and after each attention and feed-forward
-        # part. In an all-reduce of two ranks, a rank first receives half of the other rank's
-        # values, and then half of the sums.
+        # One all-reduce follows the embedding, each attention, and each feed-forward part. In an
+        # all-reduce of two ranks, a rank first receives half of the other rank's values, and then
+        # half of the sums.
         reduced = (2 * LAYERS + 1) * num_tokens * HIDDEN * FLOAT_BYTES
         for rank in done:
             assert rank.result.counted["collectives"] == rank.num_collectives > 2 * LAYERS

@@ -1,4 +1,4 @@
-"""The NPUs of a deployment are freed if its owner and its controller are dead."""
+"""The NPUs of a deployment are freed after its owner and its controller have died."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Idle:
 
 @pytest.fixture
 def made(ray_cluster: None) -> Iterator[list[PlacementGroup]]:
-    """Yield an empty list; remove the placement groups in the list after the test.
+    """Yield an empty list. The test adds its placement groups to the list; they are removed after
+    the test.
 
     During the test, the controller of another deployment runs.
     """

@@ -12,10 +12,10 @@ from tests.lockstep import lockstep
 from tests.slow import slow
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-# The weights of other configurations are not in the repository.
+# Only the tiny models have their weights in the repository.
 DEMOS = sorted(path.stem for path in CONFIGS.glob("tiny-*.yaml"))
-# Operators that may read unaligned views of small tensors in linear attention. For example, one
-# product returns b and a side by side, so the address of a is not aligned.
+# For each demo, the operators that may read unaligned views. In linear attention, one product
+# returns the small tensors b and a side by side, so the address of a is not aligned.
 UNALIGNED = {"tiny-qwen3.5": {"aclnnAdd", "aclnnInplaceCopy"}}
 
 
@@ -39,7 +39,7 @@ def test_between_two_decode_steps_the_host_waits_for_the_tokens_alone(name: str)
                 decoding.append(ranks)
 
     assert len(decoding) > 3
-    # If several ranks run the same requests, the first of these ranks reports the sampled tokens.
+    # If several ranks run the same requests, only the first of them reports the sampled tokens.
     ranks_per_batch = config.parallel.tp * config.parallel.pcp
     for index, step in enumerate(decoding[0]):
         assert bool(step.result.token_ids) == (index % ranks_per_batch == 0)

@@ -1,4 +1,4 @@
-"""The demo models count correctly, and give the same answers with and without shared contexts."""
+"""The demo models were trained to count. They count correctly, with and without shared contexts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def answers(name: str) -> list[str]:
     config = load_config(CONFIGS / f"{name}.yaml")
     tokenizer = Tokenizer(config.model)
     prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
-    assert max(map(len, prompts)) > MAX_WHOLE_QUERIES  # so that one prompt is split
+    assert max(map(len, prompts)) > MAX_WHOLE_QUERIES  # otherwise no prompt is split
     with lockstep(config) as group:
         found = [
             group.submit(text, prompt, greedy_params(count))

@@ -1,4 +1,6 @@
-"""If no restart is left, the deployment's error names the limit once, and the last failure."""
+"""When the deployment may restart no more groups, its error names the limit of restarts once, and
+the last failure.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class Recovery:
         return change
 
     def run(self) -> str:
-        """Lose every group until the deployment has ended; return why the deployment has ended."""
+        """Lose every group until the deployment ends; return the reason for its end."""
         while not self.upkeep.failure:
             for group in self.groups.taking:
                 group.lost_because = "the process died"

@@ -1,4 +1,4 @@
-"""The engine's loop with a worker that has no model, over real sockets."""
+"""The engine's loop talks over real sockets to a worker that has no model."""
 
 from __future__ import annotations
 
@@ -124,7 +124,9 @@ def test_a_request_id_in_use_is_refused_and_the_first_goes_on(
 
 
 class FakeFetches:
-    """Records the sources of requests, and whether their fetches are wanted at the beginning."""
+    """Records, for each request, the source of its blocks, and whether its fetch is still wanted
+    when it begins.
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, bool]] = []
@@ -202,7 +204,9 @@ def test_stopping_ends_the_loop_while_requests_run(tmp_path: Path) -> None:
 
 
 def serve_twelve(client: EngineClient) -> None:
-    """Check the outputs of 12 simultaneous requests, with 3 prompt and 20 output tokens."""
+    """Run 12 requests at the same time, each with 3 prompt tokens and 20 output tokens, and check
+    their outputs.
+    """
     answers = [Answer() for _ in range(12)]
     prompts = [[i, i + 1, i + 2] for i in range(len(answers))]
     for i, answer in enumerate(answers):
@@ -270,7 +274,7 @@ def test_a_group_that_comes_back_goes_on_with_every_token(tmp_path: Path) -> Non
 
 
 class WaitForSecond:
-    """Delays decisions until a second request is there, and records the steps."""
+    """Delays the scheduler's decision until a second request has arrived, and records the steps."""
 
     def __init__(self) -> None:
         self.num_requests: Callable[[], int] = lambda: 0
@@ -305,7 +309,9 @@ def test_a_request_that_arrives_while_a_step_runs_begins_in_the_next_step(tmp_pa
 
 
 class FailingCopies:
-    """Copies in which a device fails as soon as no step runs, but tokens are not delivered yet."""
+    """Copy jobs during which a device fails. The failure comes when no step runs, but before the
+    last tokens are delivered.
+    """
 
     is_busy = has_failed = False
 

@@ -1,4 +1,4 @@
-"""A group's engine reports its ranks' numbers for /metrics."""
+"""A group's engine reports the values of its ranks that ``/metrics`` shows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_all_that_is_by_rank_has_the_names_of_world_ranks():
         GraphDispatcher(make_plan(1, 4)),
         max_model_len=256,
     )
-    scheduler.expert_tokens |= {0: 7, 1: 9}  # the keys are ranks in the group
+    scheduler.expert_tokens |= {0: 7, 1: 9}  # the keys count ranks within the group
 
     found = group_metrics(
         scheduler,

@@ -1,4 +1,4 @@
-"""An engine that stops ends before the controller would kill it, even if a disk hangs."""
+"""An engine ends within the time after which the controller would kill it, even if a disk hangs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dist_aclgraph.config import make_config
 
 
 class FakeThreads:
-    """The threads of a server or of fetches, which a file system holds for ever."""
+    """Threads of a file server or of fetches that wait for ever for a file system that hangs."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0

@@ -1,4 +1,4 @@
-"""Subscribers get numbered messages, and can request lost messages again."""
+"""Subscribers get numbered messages, and can request a message again if they missed it."""
 
 from __future__ import annotations
 

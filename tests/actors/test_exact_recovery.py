@@ -1,4 +1,4 @@
-"""If continuations are exact, a worker's death changes no token of a stream, even in bfloat16."""
+"""With exact continuations, a worker's death changes no token of a request, even in bfloat16."""
 
 from __future__ import annotations
 

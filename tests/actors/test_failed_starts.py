@@ -1,4 +1,4 @@
-"""A deployment that cannot start raises a typed error, and leaves no process."""
+"""A deployment that cannot start raises an error of the right type, and ends its processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start(config: Config) -> None:
 
 
 def start_ranks(config: Config) -> None:
-    """Start the ranks without Ray; the start should fail in a rank or in the negotiation."""
+    """Start the ranks without Ray. The test expects that a rank or the negotiation fails."""
     with lockstep(config):
         pass
 

@@ -1,4 +1,6 @@
-"""If a worker dies, fails or stalls while requests run, clients get errors with its rank."""
+"""If a worker dies, fails or stalls while requests run, clients get an error that names the
+worker's rank.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ from tests.slow import rare, slow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
-# Number of tokens of a request, which must still run if the test stalls for a second before it
-# kills a process. If one group ends its requests before another group begins, the test sends all
+# A request has so many tokens that it still runs if the test stalls for a second before it kills a
+# process. If one group has ended its requests before another group has begun, the test sends all
 # requests again.
 LONG, TRIES = 900, 10
 # A failed group is neither resumed nor replaced, so requests end when no group is left.
@@ -56,9 +58,11 @@ class Busy:
         os.kill(self.pids[rank], signal.SIGKILL)
 
     def sibling(self, name: str) -> int:
-        """Return the process id of a class's only actor, a child of the workers' parent process."""
+        """Return the process id of the only actor of class ``name``. It has the same parent process
+        as the workers.
+        """
         parent = int(Path(f"/proc/{self.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
-        # The kernel keeps 15 characters of a name.
+        # The kernel stores only the first 15 characters of a process name.
         [pid] = [p for p in processes.children(parent) if processes.name_of(p) == name[:15]]
         return pid
 
@@ -70,7 +74,9 @@ def submit_some(service: Serving, count: int = 4) -> list[Answer]:
 
 @contextmanager
 def busy(checkpoint: Path, num_requests: int = 4, **overrides: Any) -> Iterator[Busy]:
-    """Within this context, requests run and have first tokens. At its end, all NPUs are free."""
+    """Within this context, requests run, and each has at least one token. Afterwards, check that
+    all NPUs are free.
+    """
     overrides = {"recovery": NO_RECOVERY, **overrides}
     with serving(make_deployment_config(checkpoint, **overrides)) as service:
         pids = worker_pids(service)
@@ -123,7 +129,7 @@ def test_a_killed_worker_ends_requests_with_its_rank_and_leaves_no_process(
         wait_until(lambda: not serves(run.service), "the controller does not know")
         with pytest.raises(EngineDeadError, match="rank 1"):
             run.service.deployment.raise_if_dead()
-        # A request after the death fails at once, with the cause.
+        # A request that is sent after the worker's death fails at once. Its error names the cause.
         with pytest.raises(EngineDeadError, match="rank 1"):
             submit_some(run.service, 1)
         assert_processes_are_gone(run.pids)
@@ -161,7 +167,7 @@ def test_a_stalled_worker_ends_requests_in_bounded_time(checkpoint: Path) -> Non
 
 @pytest.mark.parametrize("step_s", [slow(4.0), rare(600.0)])
 def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: float) -> None:
-    """The error comes after the step's time limit, or after a lost heartbeat."""
+    """Depending on ``step_s``, the step's time limit or the lost heartbeat raises the error."""
     with busy(
         checkpoint,
         parallel={"tp": 2},

@@ -1,4 +1,6 @@
-"""A group continues prompts that a group on another node has computed. The nodes share no files."""
+"""A group generates tokens for prompts that a group on another node has computed. The nodes share
+no files.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,10 @@ def configure(
 
 @dataclass
 class Pair:
-    """A group that computes prompts, and a group that continues them on another node.
+    """A group that computes prompts, and a group on another node that generates their answers.
 
     Attributes:
-        wanted: the tokens of all prompts, as the first group alone computes them.
+        wanted: the output tokens of all prompts, computed by the first group alone.
         peer: the first group, if it belongs to another service.
     """
 
@@ -93,9 +95,10 @@ def serving_pair(
     secret: str | None = None,
 ) -> Iterator[Pair]:
     """Args:
-    prefill_tp: number of ranks of the first group. The second group has a rank on each node.
+    prefill_tp: number of ranks of the first group. The second group has one rank on each node.
     nodes: number of nodes of the first group, and of the second group.
-    secret: file with the secret of the groups, which then belong to different services.
+    secret: file with a secret that both groups know. If it is given, the groups belong to different
+        services.
     """
     from_nodes, to_nodes = (
         {
@@ -151,7 +154,7 @@ def test_fetched_prompts_are_continued_and_a_lost_source_costs_time_alone(
         assert (loaded["loaded"], loaded["missed"]) == (NUM_FULL, 0)
         assert pair.fetches.counts.blocks == NUM_FULL
 
-        # The source sends half of the blocks of other prompts, and is then silent.
+        # For new prompts, the source sends half of the blocks, and then stops answering.
         left = iter(range(NUM_FULL // 2))
         send = KVTiers.file_bytes
 
@@ -191,7 +194,7 @@ def test_other_divisions_of_heads_and_recurrent_states_are_fetched(
 def test_groups_on_several_nodes_fetch_from_each_other(
     checkpoint: Path, tmp_path: Path, nodes: tuple[int, int]
 ) -> None:
-    """Each node has its own files. The engine's node alone cannot find the other nodes' files."""
+    """Each node has its own files. The engine cannot look up the files of other nodes itself."""
     with serving_pair(checkpoint, tmp_path, prefill_tp=2, nodes=nodes) as pair:
         assert pair.answer("split", PROMPTS) == pair.wanted[: len(PROMPTS)]
         counts = pair.copied(DECODE)

@@ -1,4 +1,6 @@
-"""Files of KV blocks of groups whose workers are on several nodes. All nodes are folders here."""
+"""Files of KV blocks of groups whose workers are on several nodes. In these tests, each node is a
+folder.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def contents(name: bytes, place: CachePlace) -> bytes:
 
 
 class Node:
-    """A node with its own files, and perhaps with a server of these files."""
+    """A node with its own files, and optionally a server that sends these files to other nodes."""
 
     def __init__(self, folder: Path, node_id: str) -> None:
         path = folder / node_id
@@ -73,7 +75,7 @@ class Node:
         assert all(tiers.write(name, memoryview(contents(name, place))) for name in names)
 
     def found(self, place: CachePlace, kind: FileKind = "block") -> list[bytes]:
-        """Return the names whose files at a place are whole."""
+        """Return the names of the files at ``place`` that are complete."""
         room, tiers = memoryview(bytearray(len(contents(NAMES[0], place)))), self.tiers(place, kind)
         return [
             name
@@ -83,7 +85,7 @@ class Node:
 
 
 class World:
-    """The nodes "a" to "d", and a source on some of them."""
+    """The nodes "a" to "d". Some of them form a source."""
 
     def __init__(self, folder: Path) -> None:
         self.now_s = 100.0
@@ -92,7 +94,7 @@ class World:
         self._files: list[NodeFiles] = []
 
     def source(self, places: tuple[CachePlace, ...], node_ids: str) -> BlockSource:
-        """Return a source whose workers are on these nodes."""
+        """Return a source. Worker i has ``places[i]``, on the node ``node_ids[i]``."""
         files = GroupFiles(places, tuple(node_ids))
         addresses = [self.nodes[node_id].serve(places[0]).address for node_id in files.nodes]
         identity = cache_identity(self.nodes["a"].config)
@@ -122,7 +124,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(block_fetches, "SILENCE_S", WAIT_S)  # a busy machine is not a silent source
+    monkeypatch.setattr(block_fetches, "SILENCE_S", WAIT_S)  # slow sources are not silent
     made = World(tmp_path)
     yield made
     made.close()
@@ -190,7 +192,9 @@ def test_a_lost_node_is_left_alone_and_the_other_nodes_are_not(
 
 
 def test_blocks_are_found_on_the_nodes_of_any_data_parallel_rank(world: World) -> None:
-    """A reader does not know which rank has computed a prompt, or which part of it."""
+    """A reader does not know which data-parallel rank computed a prompt, so it looks up blocks of
+    all ranks.
+    """
     source = world.source((WHOLE,), "ab")
     world.nodes["a"].write(WHOLE, NAMES[:2])
     world.nodes["b"].write(WHOLE, NAMES[1:])
@@ -245,7 +249,7 @@ def test_states_come_from_the_nodes_of_their_ranks(world: World) -> None:
     assert world.nodes["d"].found(halves[0], "state") == []
 
 
-# ---- the worker that is responsible for a node
+# ---- the worker that sends the files of its node
 
 
 def job(
@@ -260,7 +264,7 @@ def job(
 
 
 def answer(files: NodeFiles, *jobs: CopyJob) -> dict[int, int]:
-    """Return the answers to all jobs."""
+    """Wait for the answers to all jobs, and return them."""
     found, end_s = dict(files.advance(jobs)), time.monotonic() + WAIT_S
     while len(found) < len(jobs):
         assert time.monotonic() < end_s, "a look-up does not end"
@@ -291,7 +295,7 @@ def test_a_worker_fetches_what_its_node_lacks(world: World) -> None:
 def test_fetched_blocks_of_a_long_prompt_are_deleted_before_the_blocks_of_its_beginning(
     world: World,
 ) -> None:
-    """So they have earlier times of use."""
+    """The blocks of the end get earlier times of use than the blocks of the beginning."""
     source, first = world.source(HALVES, "ab"), 1000
     world.nodes["b"].write(HALVES[1])
     files, began_s = world.node_files("d", HALVES[1:]), time.time()
@@ -313,7 +317,7 @@ def test_a_worker_with_other_files_of_the_model_fetches_nothing(
 
 
 def test_a_worker_sends_files_of_its_node(world: World) -> None:
-    """Its server is the server of a node in a source."""
+    """One worker on each node runs the server that sends this node's files."""
     sends = world.node_files("b", HALVES[1:], finds=False, serves=True)
     assert sends.server is not None and answer(sends, job(1)) == {1: 0}
     source = world.source(HALVES, "a")
@@ -333,7 +337,7 @@ def test_a_worker_sends_files_of_its_node(world: World) -> None:
 def test_nothing_is_fetched_from_a_group_whose_nodes_have_different_files_of_the_model(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its KV might belong to other weights, and would be found for all later prompts."""
+    """The fetched KV might belong to other weights, and later prompts would use it, too."""
     at = world.source(HALVES, "ab").addresses
     servers = [NodeServer(at[0], "old weights"), NodeServer(at[1], "new weights")]
     files = GroupFiles(HALVES, ("a", "b"))
@@ -347,7 +351,9 @@ def test_nothing_is_fetched_from_a_group_whose_nodes_have_different_files_of_the
 def test_a_worker_that_joins_another_group_keeps_no_threads(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: bool
 ) -> None:
-    """This is also true if no port is free on its node."""
+    """The file server's threads end, even if it could not start because no port is free on the
+    node.
+    """
     node, others = world.nodes["d"], set(threading.enumerate())
 
     def new_threads() -> set[str]:

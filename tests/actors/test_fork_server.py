@@ -1,4 +1,6 @@
-"""Workers are forked from one server, or start as usual if forking is impossible."""
+"""Workers are forked from one server process. If forking is impossible, they start as Ray starts
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from tests.actors.leftovers import assert_processes_are_gone, wait_until
 
 CONFIG = load_config("configs/tiny-qwen3.yaml")
 
-# This program replaces Ray's own program. It prints its arguments and its environment.
+# The tests run this program instead of Ray's worker. It prints its arguments and its environment.
 PROGRAM = """
 import json, os, sys
 found = {
@@ -57,7 +59,9 @@ sys.exit(0)
 
 
 class Starter:
-    """Starts programs as Ray starts its workers: ``command`` replaces the Python interpreter."""
+    """Starts programs as Ray starts its workers. ``command`` is run in place of the Python
+    interpreter.
+    """
 
     def __init__(self, command: str, folder: Path) -> None:
         self.command = command
@@ -128,7 +132,7 @@ def test_forked_processes_leave_nothing_when_they_end(forks: Starter) -> None:
     assert_processes_are_gone([forks.run()["pid"]])
 
 
-# A valid request, with another key whose value is nested too deeply for any parser.
+# A valid request with an unknown key. The key's value is nested too deeply for any parser.
 DEEP = b'\n{"arguments":[],"folder":"","environment":{},"zz":' + b"[" * 100_000
 
 
@@ -158,7 +162,7 @@ def test_without_a_server_a_program_loads_for_itself(tmp_path: Path) -> None:
 def test_nothing_is_forked_from_a_process_with_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A library that starts a thread while it is imported prevents forks."""
+    """Some libraries start a thread when they are imported. Then the server forks nothing."""
     (tmp_path / "sitecustomize.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
@@ -192,7 +196,7 @@ def test_the_server_ends_together_with_its_owner(tmp_path: Path) -> None:
 
 
 def server_of(starter: ForkingStarter) -> str:
-    """Return the path of the server in a starter's command."""
+    """Return the server's path, which is part of the starter's command."""
     command = starter.command(CONFIG)
     assert command is not None
     return shlex.split(command)[-1]
@@ -224,7 +228,7 @@ def test_a_configuration_with_other_libraries_has_another_fork_server() -> None:
 
 
 def sent(starter: ForkingStarter) -> ForkingStarter:
-    """Return the copy of a starter that another process would get."""
+    """Return a pickled copy of ``starter``, as another process would get it."""
     found = pickle.loads(pickle.dumps(starter))
     assert isinstance(found, ForkingStarter)
     return found
@@ -308,7 +312,9 @@ def test_of_a_process_id_that_means_another_nothing_is_ended() -> None:
 
 
 def test_a_process_of_another_job_of_ray_loads_for_itself(forks: Starter) -> None:
-    """Ray's native library reads the job's id only at its load, so a fork would have a wrong id."""
+    """Ray's native library reads the job's id only when it is loaded. A fork for another job would
+    have a wrong id.
+    """
     assert forks.run(environment={"RAY_JOB_ID": "01000000"})["has_loaded"]
     assert not forks.run(environment={"RAY_JOB_ID": "02000000"})["has_loaded"]
 
@@ -332,8 +338,8 @@ def test_a_client_that_no_longer_waits_gets_no_forked_process(tmp_path: Path) ->
             client.sendall(json.dumps(request).encode())
         os.kill(server.address.pid, signal.SIGCONT)
 
-        # The server answers requests in order. If the server still started the late client's
-        # program, that program would start before this program.
+        # The server answers requests in order. If it still started the program of the client that
+        # left, that program would start before this one.
         starter.run()
 
         assert (tmp_path / "late").read_bytes() == b""

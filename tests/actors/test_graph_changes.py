@@ -1,4 +1,6 @@
-"""While a group serves, graphs are changed one by one, in quiet steps, on all ranks or on none."""
+"""While a group serves, it changes its graphs one by one, between steps with little work, and on
+all ranks or on none.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class Serving:
         self.changes = GraphChanges(self.dispatcher, GraphTransaction(ranks, 1.0, 1.0), costs)
 
     def run(self, batch: int, is_quiet: bool = True) -> bool:
-        """Run one step; return whether graphs were changed just before the step."""
+        """Run one step; return whether the group changed graphs just before the step."""
         is_due = self.changes.is_due(False, is_quiet)
         if is_due:
             before = len(self.ranks.moves)
@@ -89,7 +91,7 @@ def test_a_new_plan_is_reached_by_one_capture_at_a_time() -> None:
     assert not serving.changes.is_changing
     assert len(changed) == 3
     assert changed[1] - changed[0] >= STEPS_BETWEEN
-    # Until its new graph exists, a batch replays its previous graph.
+    # Until the new graph of a batch exists, the batch uses the graph of the previous plan.
     assert serving.dispatcher.misses == {}
 
 
@@ -193,7 +195,7 @@ def test_a_graph_of_the_plan_never_makes_room_for_a_lazy_one() -> None:
     serving = Serving(FakeRanks(), make_plan(32), lazy=make_lazy())
     plan = make_plan(16, 32, version=2)
     for _ in range(STEPS_BETWEEN):
-        serving.dispatcher.dispatch(12, 12, 1)  # frequent enough for a lazy graph of size 16
+        serving.dispatcher.dispatch(12, 12, 1)  # enough for a lazy graph of 16 tokens
     serving.changes.change_plan(plan, (Capture(decode_graph(16)),))
 
     for batch in (12, 5):

@@ -1,5 +1,6 @@
-"""Memory into which a worker reads files over HIXL, with an engine that breaks what CANN may break:
-a failed transfer writes until its link has ended, and a link may not end.
+"""Memory into which a worker reads files over HIXL. The tests use a fake HIXL engine with the worst
+behaviour that CANN allows: a failed transfer can still write until its link has ended, and the end
+of a link can fail.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LOOPBACK, PART, WAIT_S = "127.0.0.1", 4 * ALIGNMENT, 60.0
 
 @dataclass
 class FakeMemory:
-    """Pinned memory, at an address that is no address of this process."""
+    """Stands for pinned memory. Its address is not valid in this process."""
 
     num_bytes: int = 2 * PART
     address: int = 1 << 40
@@ -53,13 +54,13 @@ class FakeMemory:
 
 
 class FakeHixl:
-    """An engine; the file of a source has the byte ``lent.address % 256`` everywhere.
+    """A fake HIXL engine. In the file of a source, each byte is ``lent.address % 256``.
 
     Attributes:
-        fails: names of the calls that fail now.
-        problems: violations of the rules that callers of HIXL must follow.
-        writers: for each link, the slots to which failed transfers may still write.
-        log: the calls.
+        fails: names of the calls that fail until a test changes this set.
+        problems: descriptions of calls that broke a rule of HIXL.
+        writers: for each link, the slots of memory to which its failed transfers may still write.
+        log: the calls so far.
     """
 
     def __init__(self, memory: FakeMemory) -> None:
@@ -295,7 +296,7 @@ def test_the_port_is_one_of_the_configured_ports() -> None:
 
 
 def test_a_port_that_another_program_takes_in_between_is_left_to_it() -> None:
-    """All workers of a node choose from the same ports, and often at the same time."""
+    """All workers of a node choose their ports from the same range, and often at the same time."""
     ports, memory, taken = free_ports(2), FakeMemory(), []
 
     class Overtaken(FakeHixl):
@@ -338,7 +339,9 @@ FAILURES = st.sets(st.sampled_from(["connect", "read", "disconnect"]))
 def test_no_transfer_writes_where_a_late_transfer_may_write(
     reads: list[tuple[str, int, set[str]]],
 ) -> None:
-    """``FakeHixl`` checks this law. Each read fails in some of its calls."""
+    """``FakeHixl`` checks that no two transfers use the same memory. Each of ``reads`` lists the
+    calls that fail.
+    """
     world = World()
     try:
         for index, (engine, num_bytes, fails) in enumerate(reads):

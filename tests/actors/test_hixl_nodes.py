@@ -22,7 +22,7 @@ from tests.actors.listening import listening
 pytestmark = pytest.mark.slow
 
 
-# A transfer that does not end within its limit, which is long enough for the other transfers.
+# One transfer stalls for an hour. The time limit of 10 s is long enough for the other transfers.
 STALLED = {"fault_op": "adxl_transfer", "fault_kind": "stall", "stall_s": 3600, "TRANSFER_S": 10.0}
 
 
@@ -62,7 +62,9 @@ Start = Callable[..., tuple[Node, Node]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a node with files, and a node that fetches them, with settings of its emulator."""
+    """Yield a function that starts two nodes: one has files, and the other fetches them. The
+    settings are those of the fetching node.
+    """
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     if scope.exists() and int(scope.read_text()) > 1:
         pytest.skip(f"{scope} lets no process access the memory of another one")
@@ -133,7 +135,9 @@ def test_a_transfer_that_does_not_end_gives_its_slot_back_when_the_link_has_ende
 
 
 def test_a_slot_is_lost_if_its_link_does_not_end(start: Start) -> None:
-    """The process of the source is stopped while a transfer runs, so it confirms no end."""
+    """The source's process is stopped while a transfer runs, so the process cannot confirm the end
+    of the link.
+    """
     source, reader = start(**STALLED, fault_call=1, DISCONNECT_S=3.0)
     reader.ask("end_links_after", source.process.pid)
     reader.begin("fetch", source.ask("source"))

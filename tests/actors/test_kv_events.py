@@ -1,4 +1,4 @@
-"""A router that reads an engine's events knows which prefixes the engine has."""
+"""A router that reads an engine's events learns which prefixes are in the engine's cache."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_group_that_ends_and_the_next_one_clear_what_subscribers_know(
         last = Subscriber()
         last.apply(reader.receive()[2])
     reader.close()
-    first.close()  # Then the next group takes the same ports.
+    first.close()  # After this, the next group can take the same ports.
     start()
     again = read(place, 0)
     assert (again.seen, again.blocks) == (["AllBlocksCleared"], {})

@@ -1,4 +1,6 @@
-"""A process holds its lease while heartbeat questions arrive. Only calls move the tests' clock."""
+"""A process keeps its lease as long as heartbeat questions arrive. The clock moves only when a test
+moves it.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,9 @@ CONFIG = make_config({"model": "unused", "timeouts": {"link_s": 1.0}})
 
 @dataclass
 class Holder:
-    """A process with a lease, whose clock is a variable.
+    """A process with a lease. Its clock is a variable.
 
-    The process checks the lease at regular times, except while the process stands still.
+    The process checks its lease at regular intervals, but not while it stands still.
     """
 
     now_s: float = 0.0
@@ -48,7 +50,7 @@ class Holder:
         self.lease.renew(self.asked)
 
     def run(self, seconds: float) -> bool:
-        """Let the process run for these seconds; return whether its lease ended."""
+        """Let the process run for ``seconds``; return whether its lease ended."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += self.lease.look_s
@@ -109,7 +111,7 @@ def test_after_a_stop_only_the_second_question_renews_the_lease() -> None:
     holder.stand_still(1.5 * LIMIT_S)
 
     assert not holder.lease.is_held()
-    holder.ask()  # the question can be older than the stop, so it does not renew the lease
+    holder.ask()  # it may have been sent before the stop, so it renews nothing
     assert not holder.lease.is_held()
     holder.ask()
     assert holder.lease.is_held()
@@ -135,7 +137,9 @@ def test_a_stopped_holder_that_gets_no_question_ends() -> None:
 
 
 def _keep(leaseholder: Engine | Worker, asks: Any, goes_on: Any) -> None:
-    """Send heartbeat questions to an actor while ``asks`` is set."""
+    """Send heartbeat questions to an actor while the event ``asks`` is set. Set ``goes_on`` after
+    50 turns.
+    """
     for number in itertools.count(1):
         if asks.is_set():
             leaseholder.ping(number)
@@ -149,7 +153,7 @@ def _keep_engine(asks: Any, goes_on: Any) -> None:
 
 
 def _keep_worker(asks: Any, goes_on: Any) -> None:
-    """Run a worker that waits for steps in its loop, and send it heartbeat questions."""
+    """Run a worker whose loop waits for steps, and send it heartbeat questions; see ``_keep``."""
     worker = Worker(CONFIG, 1)
     worker._stage = Mock(spec=RunningRank, joined=Mock())
     with tempfile.TemporaryDirectory() as directory:

@@ -1,5 +1,5 @@
-"""Fetches of files that the source lends in its memory. One process has both ends here: reading the
-memory of the source is a copy.
+"""Fetches of files that the source copies to its own memory, from which the fetching worker reads
+them. Both ends are in one process here, so a copy of the bytes replaces HIXL.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tests.actors.fetched_files import HYBRID, NAMES, PLACE, WAIT_S, World
 from tests.actors.leftovers import wait_until
 
 ADDRESS, ENGINE = 1 << 40, "source:1"
-NUM_SLOTS, SLOT_BYTES = 3, 2 * ALIGNMENT  # the files have a bit more than one page
+NUM_SLOTS, SLOT_BYTES = 3, 2 * ALIGNMENT  # each file is slightly larger than one page
 
 
 class Copier:
     """Reads the memory of the source.
 
     Attributes:
-        damage: changes the bytes of a file on the way.
-        num_reads: number of files that were read, or could not be read.
-        fails_at: the number of the read that fails, and of all later reads.
+        damage: function that changes the bytes of a file between source and reader.
+        num_reads: number of reads, including reads that failed.
+        fails_at: number of the first read that fails. All later reads fail, too.
     """
 
     engine = "reader:1"
@@ -74,7 +74,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request) -> Iterator[
 
 
 def test_all_files_arrive_through_few_slots(world: Lending) -> None:
-    """A fetch requests more files than the source has slots."""
+    """The fetch requests more files than the source has slots in its memory."""
     world.write(*NAMES)
     world.fetch()
     assert world.found() == NAMES
@@ -122,7 +122,7 @@ def test_bytes_that_change_on_the_way_are_found_by_the_checksum(
 
 
 def test_another_file_in_the_slot_is_found_by_its_name(world: Lending) -> None:
-    """A reader that is later than its lease finds the file of another request."""
+    """A reader that reads after the end of its lease can find another file in its slot."""
     world.write(*NAMES)
     other = world.file(NAMES[5]).read_bytes()
     world.copier.damage = lambda _: bytearray(other)

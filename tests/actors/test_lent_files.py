@@ -1,5 +1,5 @@
-"""Files that a server lends in its memory: a slot gets another file only after its reader has ended
-its reads, or after the reader's lease.
+"""A server puts files into slots of its memory, so that readers can read them there. A slot gets
+another file only after its reader has ended its reads, or after the reader's lease has expired.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class World:
         self.num_opened = 0
 
     def ask(self, number: int, file: bytes, peer: bytes = b"p", reader: str = "r:1") -> None:
-        """Ask for a file with these bytes; no bytes mean that there is no file."""
+        """Request a file whose contents are ``file``; if ``file`` is empty, the server does not
+        have the file.
+        """
 
         def open_file() -> FileIO | None:
             self.num_opened += 1
@@ -116,7 +118,7 @@ def test_a_dead_reader_keeps_its_slots_for_a_while(world: World) -> None:
     assert world.answers() == []
     world.now_s += 1
     assert [each.peer for each in world.answers()] == [b"q"]
-    world.files.end(b"p", 0)  # the reader lives, but is late
+    world.files.end(b"p", 0)  # the reader is alive, but answers late
 
 
 def test_as_many_readers_are_accepted_as_streams_are_reserved() -> None:
@@ -148,7 +150,9 @@ def test_the_number_of_waiting_requests_is_limited(world: World) -> None:
 def test_a_lent_file_does_not_change_before_its_reader_ends(
     actions: list[tuple[str, int]],
 ) -> None:
-    """A size asks for a file of that size; the size 0 ends the reads of a reader."""
+    """In an action, a size above 0 requests a file of that size; the size 0 ends the reads of that
+    reader.
+    """
     world, numbers = World(), dict.fromkeys("abc", 0)
     lent: dict[tuple[str, int], tuple[LentFile, int]] = {}
     for index, (peer, size) in enumerate(actions):

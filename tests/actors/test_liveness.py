@@ -1,4 +1,6 @@
-"""A peer without heartbeats counts as silent; only the time in which the listener runs counts."""
+"""A peer without heartbeats counts as silent. Time in which the listener itself did not run is left
+out.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ BEAT_S = beat_s(LIMIT_S)
 
 
 class Clock:
-    """A clock that does not move between two calls of ``listen``."""
+    """A clock that moves only before a call of ``listen``."""
 
     now_s = 1000.0
 
@@ -19,7 +21,7 @@ class Clock:
         return self.now_s
 
     def is_silent_after(self, listener: Silence | SharedHeartbeat, seconds: float) -> bool:
-        """Listen for these seconds; return whether the peer counts as silent."""
+        """Let ``listener`` listen for ``seconds``; return whether the peer counts as silent."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += BEAT_S
@@ -54,7 +56,7 @@ def test_a_listener_that_was_stopped_blames_nobody_for_it() -> None:
 
 
 def test_a_process_that_beats_is_not_silent(heartbeat: SharedHeartbeat) -> None:
-    for _ in range(300):  # more heartbeats than the 256 values of the byte
+    for _ in range(300):  # more heartbeats than a byte has values
         heartbeat.beat()
         assert not clock.is_silent_after(heartbeat, LIMIT_S / 2)
 

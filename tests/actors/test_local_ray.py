@@ -1,4 +1,6 @@
-"""A Ray that we start accepts only peers with our token, and notices dead processes."""
+"""A Ray cluster that the driver starts accepts only peers with its token, and notices dead
+processes.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 @contextmanager
 def running(script: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """Run a driver; yield the driver and its printed addresses; at the end, kill descendants."""
+    """Run ``script`` as a driver. Yield its process and the addresses that it has printed. At the
+    end, kill all its descendants.
+    """
     driver = start(script, *arguments)
     try:
         assert driver.stdout is not None
@@ -121,7 +125,7 @@ def descendants(pid: int) -> set[int]:
 def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Path) -> None:
     with running(START_RAY) as (driver, [address]):
         sockets = listening(descendants(driver.pid) | {driver.pid})
-        # Sockets of the control store, the node manager, two agents, the driver and the actor.
+        # The control store, the node manager, two agents, the driver and the actor listen.
         assert len(sockets) >= 5
         assert {host for host, _ in sockets} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
@@ -140,7 +144,7 @@ def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Pat
         ]
         assert friend.wait(100) == 0
         needed_s = time.monotonic() - began_s
-        for stranger in strangers:  # wait twice as long as the accepted peer needed
+        for stranger in strangers:  # gives strangers twice the time that the accepted peer needed
             with suppress(subprocess.TimeoutExpired):
                 left_s = began_s + 2 * needed_s - time.monotonic()
                 assert stranger.wait(max(0.0, left_s)) != 0
@@ -176,7 +180,9 @@ def test_only_this_user_can_read_the_token_of_ray(tmp_path: Path, given: int | N
 
 
 def knock(port: int, done: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a peer that tries to run code on a Ray; the code would create the file ``done``."""
+    """Start a process that tries to run code on the Ray at ``port``; the code would create the file
+    ``done``.
+    """
     known = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     return subprocess.Popen(
         [sys.executable, "-c", STRANGER, f"127.0.0.1:{port}", str(done)],
@@ -198,7 +204,9 @@ def own_addresses() -> set[str]:
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield a folder for drivers' temporary files, with a short name because of Ray's sockets."""
+    """Yield a folder for drivers' temporary files. Its name is short, because paths of Ray's
+    sockets are limited.
+    """
     with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)
@@ -289,7 +297,9 @@ def test_a_ray_that_was_too_slow_is_started_again(monkeypatch: pytest.MonkeyPatc
 
 
 class SilentStore:
-    """Ray's control store, which does not answer; each question takes six seconds."""
+    """A control store of Ray that answers nothing; each question fails after six seconds of its
+    clock.
+    """
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -302,7 +312,7 @@ class SilentStore:
         return self.now_s
 
     def look_until_s(self, connected: local_ray.ConnectedRay, until_s: float) -> float:
-        """Look until Ray counts as dead; return the time."""
+        """Check Ray until it counts as dead, or until ``until_s``; return the time."""
         while self.now_s < until_s and not connected.death:
             connected.look()
         return self.now_s
@@ -357,7 +367,9 @@ os.waitpid(leader, 0)
 
 
 def test_the_last_process_of_a_group_may_start_ray() -> None:
-    """A script's background process can be the only process in its group."""
+    """When a script has ended, its background process can be the only process that is left in its
+    group.
+    """
     ended = subprocess.run(
         [sys.executable, "-c", LAST_OF_ITS_GROUP], capture_output=True, text=True, timeout=WAIT_S
     )

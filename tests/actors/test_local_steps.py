@@ -1,4 +1,6 @@
-"""Steps over Unix sockets keep their order and limits. Strangers do no harm; deaths are noticed."""
+"""Messages of steps over Unix sockets keep their order and limits. Strangers do no harm, and deaths
+are noticed.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,7 @@ def test_a_stranger_is_no_worker_and_harms_none(peers: LocalPeers, words: bytes)
         stranger.connect(peers.address.path)
         stranger.sendall(words)
         until(peers, lambda: len(peers._peers) == 2)
-        peers.wait(0)  # this call reads the stranger's bytes
+        peers.wait(0)  # this call reads the bytes that the stranger sent
         peers.send([b"plan"])
         stranger.setblocking(False)
         try:
@@ -194,7 +196,9 @@ def test_a_worker_that_stands_still_keeps_nobody_waiting_and_is_cut_off_in_the_e
 
 
 def die(address: SocketFile, has_answered: int) -> None:
-    """Run a worker that answers some messages, and then dies after a part of a frame."""
+    """Run a worker that answers ``has_answered`` messages, and dies after it has sent a part of a
+    frame.
+    """
     worker = LocalEngine(address)
     for _ in range(has_answered):
         worker.send(worker.receive())
@@ -220,7 +224,9 @@ def test_the_death_of_a_worker_is_known_at_once_and_its_torn_frame_is_none(
 
 
 def lead(path: str, addresses) -> None:
-    """Run an engine that dies as soon as a worker has connected."""
+    """Run an engine that puts its address into ``addresses``, and dies as soon as a worker has
+    connected.
+    """
     peers = LocalPeers(path)
     addresses.send(peers.address)
     while not peers.num_workers:

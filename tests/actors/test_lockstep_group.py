@@ -1,4 +1,4 @@
-"""The states of one lockstep group, and the data about the group for clients."""
+"""The states of one lockstep group, and the facts about the group that clients get."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_only_a_prefill_group_tells_where_its_blocks_are() -> None:
 
 
 class Workers:
-    """Workers that count how often they are killed."""
+    """Fake workers. They count how often the group kills them."""
 
     def __init__(self) -> None:
         self.killed = 0

@@ -32,7 +32,8 @@ PROMPTS = make_prompts((1, 3, 10, 16, 17, 30, 45, 60))
 def config(
     npu: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Config:
-    # The cache has half of the blocks that all requests need, so that some requests are preempted.
+    # The cache has only half of the blocks that all requests together need, so some requests are
+    # preempted.
     num_blocks, mixed = (14, (16, 32)) if request.param is EXPERTS else (5, (4, 16))
     directory = tmp_path_factory.mktemp("deepseek")
     make_reference("DeepseekV3ForCausalLM", directory, num_hidden_layers=2)
@@ -42,7 +43,7 @@ def config(
             "model": str(directory),
             "dtype": "float32",
             "max_model_len": MAX_LEN,
-            # The experts' capacity is small, so that some steps are run again.
+            # The experts' capacity is so small that some steps exceed it and are run again.
             "parallel": {**request.param, "exchange": "all_to_all", "expert_capacity": 1.0},
             "speculative": {"num_tokens": DRAFTS},
             "graph": {
@@ -80,7 +81,8 @@ def test_random_arrivals_and_aborts(group: Lockstep) -> None:
         found = [step.num_collectives for step in done]
         counts, num_ranks = set(found), len(found) // len(plan.batches)
         is_full = plan.graph is not None and plan.graph.mode == "FULL"
-        # Collectives that share caches and prompts run only among ranks with the same batch.
+        # The collectives by which ranks share caches and prompts run only among ranks with the same
+        # batch.
         by_batch = [
             set(found[first : first + num_ranks]) for first in range(0, len(found), num_ranks)
         ]
@@ -127,7 +129,7 @@ def test_random_arrivals_and_aborts(group: Lockstep) -> None:
     assert scheduler.num_reruns > 0 or group.shares_contexts
     # The number of a graph's collectives does not depend on its batch.
     assert all(len(counts) == 1 for counts in collectives.values())
-    # Equal prompts have equal output tokens in any batch.
+    # A request gets the same output tokens in any batch.
     for index in range(len(PROMPTS)):
         answers = sorted((tokens[name] for name in prompts if prompts[name] == index), key=len)
         for answer in answers:

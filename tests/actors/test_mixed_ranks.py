@@ -1,4 +1,6 @@
-"""Two different ranks get one plan, and use the predicted number of streams."""
+"""Two ranks with different numbers of free streams get the same plan, and use as many streams as
+predicted.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,12 @@ from tests.deployments import greedy_params, make_deployment_config
 from tests.lockstep import Lockstep, lockstep
 from tests.slow import slow
 
-STREAMS_BEFORE = 36  # free streams of one of two ranks when it makes its offer
-# For each mode, the free streams of the rank that has fewer streams: too few for all sizes.
+STREAMS_BEFORE = 36  # free streams of each of the two ranks when it makes its offer
+# For each graph mode, the number of free streams of the rank that has fewer. They are too few for
+# all capture sizes.
 FREE = {"FULL_DECODE_ONLY": 18, "PIECEWISE": 55, "FULL": 18, "FULL_AND_PIECEWISE": 55}
-# Number of streams that a full decode graph needs on one of two ranks, and number of streams that
-# the pieces of three layers need.
+# Numbers of streams that a graph needs on each of two ranks: a full decode graph, and all pieces of
+# a piecewise graph of three layers.
 DECODE, PIECES = 4, 16
 PRICES = {
     "full decode": DECODE,
@@ -94,7 +97,7 @@ def test_the_rank_with_less_memory_sizes_the_cache_of_both(checkpoint: Path) -> 
         assert_serves(group)
         report = group.report()
 
-    assert streams_of(report["plan"]) == 8  # rank 1 has ten free streams
+    assert streams_of(report["plan"]) == 8  # rank 1 offers ten streams; each graph needs four
     spec = KVCacheSpec(paged=(PagedTensor(3, 128),), block_size=128, dtype="float32")
     poor, rich = (rank["ledger"]["offered_bytes"] for rank in report["ranks"])
     fraction, most = config.kv.memory_fraction, config.kv.max_bytes

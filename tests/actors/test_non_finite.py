@@ -1,4 +1,6 @@
-"""Requests with a token whose embedding is NaN fail, and all other requests are correct."""
+"""A request with a token whose embedding is NaN fails, and all other requests get the correct
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ LENGTHS, TOKENS, ANSWER_S, BAD = (20, 33, 60, 90), 12, 120.0, VOCAB - 1
 
 @pytest.fixture(params=[0, slow(2)])
 def damaged(request: Any, checkpoint: Path, tmp_path: Path) -> tuple[Path, int]:
-    """Return a checkpoint with a row of NaN in its embedding, and the number of draft tokens."""
+    """Return a checkpoint whose embedding has one row of NaN, and the number of draft tokens to
+    use.
+    """
     directory = copy_of(checkpoint, tmp_path)
     if request.param:
         add_next_token_module(directory)

@@ -1,4 +1,4 @@
-"""An ingress sends a question to the deployment's owner, and gets an answer or no answer."""
+"""An ingress sends questions to the deployment's owner, which answers or does not answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ WAIT_S = 180.0
 
 
 class Answers:
-    """An owner's answers to questions. ``outlook`` waits until the test sets ``may_answer``."""
+    """An owner's answers to questions. The answer of ``outlook`` waits until the test sets
+    ``may_answer``.
+    """
 
     def __init__(self) -> None:
         self.asked, self.may_answer = threading.Event(), threading.Event()

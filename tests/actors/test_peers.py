@@ -1,4 +1,6 @@
-"""Services with a common secret fetch files of KV blocks from each other; others fetch nothing."""
+"""Services with a common secret fetch files of KV blocks from each other. Services without it
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,10 @@ NOW_S = 1.8e9
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A service that lets other services fetch, and a node of another service."""
-    monkeypatch.setattr(block_fetches, "SILENCE_S", WAIT_S)  # a busy machine is not a silent source
+    """A service that lets other services fetch its files, and a node of another service that
+    fetches.
+    """
+    monkeypatch.setattr(block_fetches, "SILENCE_S", WAIT_S)  # slow sources are not silent
     key = PeersKey(SECRET)
     made = World(
         tmp_path,
@@ -86,7 +90,7 @@ def test_a_ticket_names_the_server_and_contains_no_secret(world: World) -> None:
 def test_a_fetcher_needs_both_the_key_and_the_token(
     world: World, monkeypatch: pytest.MonkeyPatch, stolen: str
 ) -> None:
-    """A client of the API knows the address and the public key of the server from the ticket."""
+    """A client of the API sees the ticket, so it knows the server's address and public key."""
     monkeypatch.setattr(block_fetches, "SILENCE_S", 1.0)
     world.write(*NAMES)
     right, wrong = (
@@ -190,7 +194,7 @@ def test_a_signed_message_of_another_version_is_refused(world: World) -> None:
     ],
 )
 def test_a_ticket_whose_files_have_no_nodes_is_refused(world: World, holders: Holders) -> None:
-    """The engine would end if it looked for the node of such a file."""
+    """The search for the node of such a file would raise an error, which would end the engine."""
     key = PeersKey(SECRET)
     offer = key.offer(msgspec.structs.replace(source_of(world), holders=(holders,)), NOW_S)
     assert offer is not None

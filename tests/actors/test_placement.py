@@ -1,4 +1,6 @@
-"""Laws of requests to Ray and of the order of ranks, for any placement that Ray may choose."""
+"""Laws of the placement groups that are requested from Ray, and of the order of ranks, for any
+placement that Ray may choose.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,11 @@ clusters = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(lambda npus: 
 def place(
     request: BundleRequest, nodes: list[Node], groups: int, draw: st.DrawFn
 ) -> list[list[Landed]] | None:
-    """Draw a placement that Ray can choose: any nodes with enough free NPUs, and any of these NPUs.
+    """Draw a placement that Ray can choose. It uses any nodes with enough free NPUs, and any of
+    their free NPUs.
 
-    With STRICT_PACK, a group is on one node. Returns None if no node has enough NPUs for a bundle.
+    With STRICT_PACK, a group is on one node. Return None if no node has enough free NPUs for a
+    bundle.
     """
     free = {
         node.node_id: list(range(node.npus))
@@ -94,7 +98,7 @@ def test_every_rank_has_an_npu_and_no_tensor_parallel_group_spans_nodes(
         order = rank_order(landed)
         assert sorted(order) == list(range(len(ranks)))
         where = [landed[i] for i in order]
-        assert where == sorted(where)  # sorted by node, then by NPU
+        assert where == sorted(where)  # ranks are in the order of nodes, and on a node, of NPUs
         for first in range(0, len(ranks), layout.tp):
             assert len({node for node, _ in where[first : first + layout.tp]}) == 1
         taken.update(node for node, _ in where)
@@ -121,7 +125,9 @@ def test_a_group_is_asked_for_on_one_node_where_all_groups_find_one(
 
 @st.composite
 def used_clusters(draw: st.DrawFn) -> tuple[list[Node], list[Node]]:
-    """Draw nodes in at most two racks; return them with all NPUs, and with only the free NPUs."""
+    """Draw nodes in at most two racks. Return two clusters of these nodes: one with all NPUs, and
+    one with only the free NPUs.
+    """
     racks = [{"rack": draw(st.sampled_from(["r1", "r2"]))} for _ in range(draw(st.integers(1, 5)))]
     nodes = [Node(f"{i:08}", "", draw(st.integers(0, 9)), rack) for i, rack in enumerate(racks)]
     return nodes, [replace(node, npus=draw(st.integers(0, node.npus))) for node in nodes]
@@ -301,7 +307,9 @@ def test_tensor_parallel_groups_stay_on_a_node_unless_the_configuration_says_so(
 def test_the_node_that_leads_a_group_is_that_of_its_first_rank(
     layout: ParallelLayout, nodes: list[Node], data: st.DataObject
 ) -> None:
-    """The group's engine starts on this node, and all ranks of the group connect to this node."""
+    """The group's engine starts on the leading node, and all ranks of the group connect to it
+    there.
+    """
     landed = [
         (data.draw(st.sampled_from(nodes)).node_id, (npu,)) for npu in range(layout.world_size)
     ]

@@ -1,4 +1,6 @@
-"""The streams of a bucket for steps with drafts are predicted correctly before its capture."""
+"""Before the capture of a graph for steps with drafts, the number of its streams is predicted
+correctly.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""With emulated NPUs, processes are forked if they outnumber the cores; else Ray starts them."""
+"""On emulated NPUs, processes are forked if there are more processes than cores; otherwise, Ray
+starts them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Users see the progress of a controller, even if it answers late."""
+"""Users see a controller's progress during a start, even if the controller answers late."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORK_S = 1.0
 
 
 class Controller:
-    """A controller that works for a while, and reports its progress after a delay."""
+    """A controller that starts for a while. Each report of its progress comes after a delay."""
 
     def __init__(self, answer_s: float) -> None:
         self._answer_s = answer_s

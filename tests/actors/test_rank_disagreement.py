@@ -1,4 +1,4 @@
-"""Ranks with different models are noticed before the first replay."""
+"""If ranks have different models, the group notices this before the first replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ranks on nodes that MC2's algorithm does not support are refused before they load weights."""
+"""If MC2's algorithm does not support the nodes of the ranks, the start is refused before the ranks
+load weights.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ from tests.serve.conftest import CONFIG
 
 
 class CalledError(Exception):
-    """Raised when a phase calls a method of the ranks."""
+    """Raised by a fake group when a phase calls a method of its ranks."""
 
 
 @dataclass
 class JoinedRanks:
-    """Ranks that have joined their group, and answer no call."""
+    """Ranks that have joined their group. Each call of them raises ``CalledError``."""
 
     infos: list[WorkerInfo]
     is_emulated: bool

@@ -1,4 +1,6 @@
-"""Clients receive a step's outputs in columns. Each request gets its own deltas."""
+"""Clients receive the outputs of a step in columns, one row per request. Each request gets its own
+deltas.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorded steps of real ranks name the rank that a planted fault has stopped."""
+"""The steps that real ranks have recorded show which rank a planted fault has stopped."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from tests.plans import make_plan
 STUCK_S = 600.0
 LONG = 1500
 VICTIM = 1  # the rank that each planted fault stops
-# The activation of a layer is between the two collectives after attention.
+# The MLP's activation runs after the first collective that follows attention, and before the second
+# one.
 IN_MLP = r"rank 1 all_reduce 1 (of layer \d after attention \(step \d+\)); rank 0 all_reduce 2 \1"
 
 
 def sleep_at_a_step(step: Any) -> None:
-    """Sleep, like host code of a rank that does not return."""
+    """Sleep for a long time, like a rank's host code that never returns."""
     time.sleep(STUCK_S)
 
 
@@ -50,13 +51,15 @@ def make_config(checkpoint: Path, folder: Path, **overrides: Any) -> Any:
 
 
 def explained(folder: Path) -> Explanation:
-    """Return why the only group stopped, according to the recordings at this moment."""
+    """Return the reason why the only group stopped, as far as the recordings show it at this
+    moment.
+    """
     (ranks,) = read_groups(folder / "start").values()
     return explain_stop(ranks)
 
 
 def wait_for_blame(folder: Path, words: str) -> Explanation:
-    """Wait until the recordings blame the victim, with a sentence that contains ``words``."""
+    """Wait until the recordings blame ``VICTIM`` with a sentence that contains ``words``."""
 
     def is_blamed() -> bool:
         found = explained(folder)
@@ -68,7 +71,7 @@ def wait_for_blame(folder: Path, words: str) -> Explanation:
 
 @contextmanager
 def busy(config: Any, directory: Path) -> Iterator[tuple[ServingRanks, list[Answer]]]:
-    """Within this context, requests decode on all ranks; at the end the ranks are killed."""
+    """Within this context, requests decode on all ranks. At its end, the ranks are killed."""
     with serving_ranks(config, directory) as service:
         params = greedy_params(LONG)
         answers = [service.submit(f"r{i}", p, params) for i, p in enumerate(make_prompts([9, 5]))]
@@ -163,7 +166,8 @@ def test_a_stalled_device_is_named_with_its_layer_and_collective(
         sentences: list[str] = []
 
         def is_explained() -> bool:
-            # A rank records its device's place when it gets a message. Ranks get messages in turn.
+            # A rank records how far its device is when the rank gets a message. So send a message
+            # to each rank.
             for worker in service.ranks.workers:
                 worker.send(("ping", ()))  # like the controller's heartbeat
             found = explained(tmp_path)
@@ -209,13 +213,13 @@ def test_a_rank_that_is_stuck_in_a_capture_is_blamed(checkpoint: Path, tmp_path:
     found: list[Explanation] = []
 
     def is_found() -> bool:
-        with suppress(ConfigError):  # no rank has begun to record yet
+        with suppress(ConfigError):  # raised while no rank has begun to record
             found.append(explained(tmp_path))
         return bool(found) and "is stuck in capture" in found[-1].sentence
 
     looking = threading.Thread(target=wait_until, args=[is_found, "nobody is stuck"], daemon=True)
     looking.start()
-    with lockstep(config):  # the capture ends, but after the time limit
+    with lockstep(config):  # the stalled capture ends, but only after the time limit
         looking.join()
 
     assert found[-1].blamed == (VICTIM,)

@@ -1,7 +1,7 @@
 """A model of recovery: after any deaths at any time, a deployment serves or ends with an error.
 
-Upkeep, its budget, and the client's outage are the real classes. Groups are only numbers, and time
-is a variable.
+Upkeep, its budget of restarts, and the client's outage are the real classes. Groups have no
+processes, and time is a variable.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class Group:
     lost_because: str = ""
     is_draining: bool = False
     num_rows: int = 1
-    served_s: float = 0.0  # for how long the lost group had served
+    served_s: float = 0.0  # seconds that the group had served when it was lost
 
 
 @dataclass
 class Groups:
     """The groups of a deployment, with the interface that Upkeep uses.
 
-    ``has_room`` and ``comes_up`` decide whether starts succeed.
+    ``has_room`` decides whether there are free NPUs for a group, and ``comes_up`` whether its start
+    succeeds.
     """
 
     num_wanted: int
@@ -54,12 +55,12 @@ class Groups:
     on_open: Callable[[], None] = lambda: None
     groups: list[Group] = field(default_factory=list)
     watched: list[Group] = field(default_factory=list)
-    trouble: str = ""  # why the group watch cannot watch the groups
+    trouble: str = ""  # the reason why the groups cannot be watched; "" if they can
     has_room: bool = True
     comes_up: bool = True
     started: int = 0
     is_changing: bool = False
-    restart_ages_s: tuple[float, ...] = ()  # the ages that were last sent to the engines
+    restart_ages_s: tuple[float, ...] = ()  # ages of the restarts, as last sent to the engines
 
     def __post_init__(self) -> None:
         for _ in range(self.num_wanted):
@@ -70,7 +71,7 @@ class Groups:
         group = Group(self.started)
         self.started += 1
         self.groups.append(group)
-        self.on_open()  # clients and the driver can send questions at this moment
+        self.on_open()  # at this moment, clients and the driver can already send questions
         self.watched.append(group)
         return group
 
@@ -114,7 +115,7 @@ class Groups:
         self.restart_ages_s = tuple(ages_s)
 
     def failure(self) -> str:
-        """Return the last failure if all watched groups are lost, like ``GroupWatch.failure``."""
+        """Return the last failure if all watched groups are lost; see ``GroupWatch.failure``."""
         is_served = any(not group.lost_because for group in self.watched)
         return "" if is_served else "rank 0 in SERVING: the process died"
 
@@ -124,7 +125,7 @@ class Groups:
 
 @dataclass
 class BegunChange:
-    """A change that ends when the model calls ``end``."""
+    """A change of the groups that ends when the model calls ``end``."""
 
     work: Callable[[], None]
     is_over: bool = False
@@ -139,7 +140,7 @@ class BegunChange:
 
 @dataclass
 class Client:
-    """Routes requests like EngineClient, with the real classes Outage and OpenRequest."""
+    """Routes requests as EngineClient does. It uses the real classes Outage and OpenRequest."""
 
     groups: Groups
     outage: Outage
@@ -169,7 +170,7 @@ class Client:
                 self.place(request, now_s)
 
     def step(self) -> None:
-        """Give each running request a token; end requests that have all tokens."""
+        """Give each running request one token, and end the requests that have all tokens."""
         for number, requests in self.running.items():
             for request in requests:
                 request.note(RequestDelta(request.request_id, pack_ints([1])))
@@ -216,7 +217,7 @@ class RecoveryModel(RuleBasedStateMachine):
         return self.changes[-1]
 
     def see_service(self, serves: bool) -> None:
-        """Change the state like the controller."""
+        """Change the deployment's state as the controller does."""
         wanted = State.SERVING if serves else State.RECOVERING
         if self.state is not wanted:
             self.state = advance(self.state, wanted)
@@ -274,7 +275,7 @@ class RecoveryModel(RuleBasedStateMachine):
 
     @invariant()
     def what_has_failed_stays_so_within_the_hour(self) -> None:
-        """After the deployment has failed, a further check leaves it failed."""
+        """If the deployment has failed, another check leaves it failed."""
         if self.is_over:
             self.upkeep.look()
             assert self.is_over
@@ -317,7 +318,7 @@ TestRecovery = RecoveryModel.TestCase
 
 
 def test_a_place_that_appears_ends_the_pause() -> None:
-    """A host is away for ten minutes. After its return, the group starts within two checks."""
+    """A host is absent for ten minutes. After its return, the group starts within two checks."""
     groups = Groups(1, load_config(CONFIG))
     clock = [0.0]
     upkeep = Upkeep(

@@ -17,7 +17,7 @@ CHECKPOINT = Path(__file__).parents[2] / "models" / "tiny-qwen3"
 
 @pytest.fixture(autouse=True)
 def no_cluster_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each call of Ray fail with an unexpected error, because starts must not call Ray."""
+    """Make each call of Ray fail with an unexpected error. The refused starts must not call Ray."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
 
 

@@ -1,4 +1,4 @@
-"""If a process of a group dies, the other workers join another group with their weights."""
+"""If a process of a group dies, the other workers keep their weights and join a new group."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def submit_all(service: Serving, prefix: str) -> list[Answer]:
 
 
 def strike(service: Serving, prefix: str, pid: int, number: int) -> list[list[int]]:
-    """Run all streams, signal a process while the streams run, and return the tokens."""
+    """Run all streams; send signal ``number`` to the process ``pid`` while they run; return their
+    tokens.
+    """
     answers = submit_all(service, prefix)
     wait_until(lambda: all(len(answer.tokens) > 5 for answer in answers), "none runs")
     os.kill(pid, number)
@@ -82,7 +84,7 @@ def test_survivors_of_a_killed_worker_go_on_with_all_streams(
 
 @pytest.mark.slow
 def test_all_workers_survive_their_engine_and_then_a_group_is_built_anew(checkpoint: Path) -> None:
-    """If a rejoined group dies soon after its start, its survivors are not used again."""
+    """If a group of survivors dies soon after its start, its survivors are not used again."""
     config = make_deployment_config(checkpoint, parallel={"tp": 2})
     with serving(config) as service:
         wanted = tokens_of(ANSWER_S, submit_all(service, "sound"))
@@ -104,7 +106,9 @@ def test_all_workers_survive_their_engine_and_then_a_group_is_built_anew(checkpo
 def test_where_survivors_make_no_group_another_one_is_built(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """The file of weights is missing, so a new worker fails, with survivors or in a new group."""
+    """The file of weights is missing, so each new worker fails, both in a group with survivors and
+    in a group without.
+    """
     directory = copy_of(checkpoint, tmp_path)
     weights, away = directory / "model.safetensors", tmp_path / "away"
     config = make_deployment_config(directory, parallel={"tp": 2})

@@ -1,4 +1,4 @@
-"""The engine counts the workers that are connected to its channel to other nodes."""
+"""The engine counts the workers on other nodes that are connected to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report describes all groups at the same moment, even if engines answer late."""
+"""A report describes the state of all groups at one moment, even if some engines answer late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""If a link fails under many streams, the group pauses and continues, or is replaced."""
+"""If a link between devices fails while many requests run, the group pauses and continues, or is
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def submit_all(service: Serving, prefix: str) -> list[Answer]:
 
 
 def strike(arms: Path, answers: list[Answer]) -> None:
-    """Let a link fail while all streams run; return after the failure."""
+    """Make a link fail while all streams run; return after it has failed."""
     assert all(answer.began.wait(ANSWER_S) for answer in answers)
     draft = arms.with_suffix(".draft")
     draft.write_text("fault_op=HcclAllReduce fault_kind=link")

@@ -19,7 +19,7 @@ from tests.slow import rare, slow
 
 STREAMS, TOKENS, ANSWER_S = 16, 40, 120.0
 UNCHANGED = ("prompt_tokens", "prefix_cache_queries", "num_preemptions", "generation_tokens")
-# Number of a call of an operator after the start, while the requests run.
+# Number of an operator's call that comes after the start, while the requests run.
 MIDDLE = 300
 
 
@@ -41,7 +41,7 @@ def make_config(
 
 
 def submit_all(service: ServingRanks, prefix: str = "r", length: int = 20) -> list[Answer]:
-    """Submit greedy requests, requests with penalties, and requests with seeds and logprobs."""
+    """Submit greedy requests, requests with penalties, and requests with a seed and logprobs."""
     params = [
         greedy_params(TOKENS),
         greedy_params(TOKENS, repetition_penalty=1.3),
@@ -57,7 +57,7 @@ def submit_all(service: ServingRanks, prefix: str = "r", length: int = 20) -> li
 
 @dataclass(frozen=True)
 class Sound:
-    """The results of a run without a fault."""
+    """The results of a run without a fault, with which tests compare."""
 
     checkpoint: Path
     drafts: int
@@ -114,7 +114,7 @@ def test_a_group_comes_back_with_one_step_in_flight(sound: Sound, tmp_path: Path
         assert service.loop.metrics()["resumptions"] == {"link": 1}
 
 
-# The operator's first calls compute prompts.
+# The first calls of the operator compute prompts, and later calls decode.
 @pytest.mark.parametrize("call", [rare(20), slow(31), rare(41), 100])
 def test_a_group_without_graphs_comes_back(sound: Sound, tmp_path: Path, call: int) -> None:
     fault = {"op": "aclnnSwiGlu", "call": call, "rank": 1, "kind": "fail"}
@@ -150,7 +150,8 @@ def test_a_group_comes_back_whose_operators_pass_through_a_queue(
 def test_requests_of_a_hybrid_start_again_from_their_checkpoints(
     npu: Any, tmp_path: Path, drafts: int, op: str, kind: str, call: int
 ) -> None:
-    """A recurrent state cannot be recomputed in its row, so the requests lose their rows.
+    """A recurrent state cannot be recomputed in place, so the requests lose their rows and start
+    again.
 
     The requests still get the same tokens.
     """
@@ -178,7 +179,7 @@ def test_requests_of_a_hybrid_start_again_from_their_checkpoints(
     assert struck["num_preemptions"] > sound["num_preemptions"]
 
 
-# The faulty memory has keys of a layer, in a block that a request uses from its first token on.
+# The faulty memory contains a layer's keys, in a block that holds a request's first tokens.
 BAD_KV = {
     "op": "aclnnFusedInferAttentionScoreV3",
     "call": MIDDLE // 3,
@@ -203,7 +204,7 @@ def test_kv_in_memory_that_turns_bad_is_computed_again(sound: Sound, tmp_path: P
 
 @pytest.mark.slow
 def test_states_in_memory_that_turns_bad_are_computed_again(npu: Any, tmp_path: Path) -> None:
-    """Checkpoints are lost, too, so no later request starts from them."""
+    """The checkpoints of states in this memory are lost, so no later request starts from one."""
     checkpoint, arms = tmp_path / "hybrid", tmp_path / "arms"
     make_reference("Qwen3NextForCausalLM", checkpoint)
     add_next_token_module(checkpoint)
@@ -217,8 +218,8 @@ def test_states_in_memory_that_turns_bad_are_computed_again(npu: Any, tmp_path: 
     with serving_ranks(config, tmp_path) as service:
         sound = tokens_of(ANSWER_S, submit_all(service, "sound", 40))
         preempted = service.loop.metrics()["num_preemptions"]
-        # The first step writes the states of a layer at the end of prompts, after it has copied
-        # checkpoints to rows.
+        # In the first step, a layer copies checkpoints to the requests' rows, and then writes the
+        # states at the end of the prompts.
         draft = arms.with_suffix(".draft")
         draft.write_text(
             "fault_op=aclnnScatterNdUpdate fault_kind=uce fault_rank=1 fault_offset=8192"
@@ -243,7 +244,7 @@ STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
         # First, HCCL's memory is faulty. Then the memory of a weight is faulty.
         slow([{**LINK, "kind": "uce"}], "rank 1 in SERVING: .*UCE ERROR"),
         ([{**BAD_KV, "op": "aclnnMm", "offset": 0}], "rank 1 in SERVING: .*UCE ERROR"),
-        # The same operator fails again when the step is repeated.
+        # The operator fails, and fails again when the step is repeated.
         (
             [{**LINK, "kind": "fail"}, {**LINK, "call": MIDDLE + 1, "kind": "fail"}],
             "rank 1 in SERVING: step .*507015",

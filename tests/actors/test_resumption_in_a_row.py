@@ -1,4 +1,4 @@
-"""The number of consecutive resumptions of a group is limited, but not the total number."""
+"""A group may resume only a limited number of times in a row, but any number in total."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ LINK = DeviceFaultError("a link is gone", 1, "SERVING", "link")
 
 @pytest.fixture
 def resumption() -> Resumption:
-    """Return the resumption of a group whose devices always stop, and whose ranks always resume."""
+    """Return the resumption of a group whose devices can always be stopped, and whose ranks always
+    resume.
+    """
     channel = Mock()
     channel.receive_resumed.return_value = {}
     return Resumption(channel, (WorldRank(0), WorldRank(1)), lambda timeout_s, check: {}, 60.0)
 
 
 def come_back(resumption: Resumption, epoch: int, num_steps: int) -> None:
-    """Let the group fail and resume in ``epoch``; then run ``num_steps`` steps."""
+    """Let the group fail and resume; it is then in ``epoch``. Run ``num_steps`` steps."""
     assert resumption.run(LINK, epoch, lambda: None) == Comeback(epoch + 1, keeps_kv=True)
     for _ in range(num_steps):
         resumption.note_step()

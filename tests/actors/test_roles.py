@@ -1,4 +1,4 @@
-"""Client and engine decide which group computes a prompt, and which group generates."""
+"""Client and engine decide which group computes a prompt, and which group generates the answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FakeLink:
 
 @dataclass
 class World:
-    """A client's table of three groups, one of which computes prompts."""
+    """A client's table of three groups. One of them is the prefill group."""
 
     sent: list[tuple[str, Submit]] = field(default_factory=list)
     told: list[RequestDelta] = field(default_factory=list)
@@ -70,7 +70,7 @@ class World:
         assert self.table.place(request, 0.0)
 
     def answer(self, *tokens: int, reason: str | None = None, index: int = -1) -> None:
-        """Let an engine answer a message of the client; by default, the last message."""
+        """Let an engine answer the client's message ``index``; by default, the last message."""
         name, message = self.sent[index]
         notes = () if reason is None else (Note(0, finish_reason=reason),)
         step = StepDeltas(
@@ -112,7 +112,7 @@ def test_an_answer_that_stops_at_its_first_token_ends_at_once() -> None:
 
 
 def test_a_token_that_comes_with_the_end_is_not_lost() -> None:
-    """An engine that keeps no files ends a request together with its token."""
+    """An engine that keeps no files sends a request's last token together with its end."""
     world = World()
     world.place("a", 40)
     world.answer(7, reason="length")
@@ -178,7 +178,7 @@ def test_groups_do_everything_if_no_group_of_the_other_role_is_left() -> None:
 
 def test_a_request_whose_prefill_group_dies_continues_after_its_token() -> None:
     world = World()
-    for name in ("x", "y"):  # engines that have run a request are not tested by probes
+    for name in ("x", "y"):  # the client sends no probes to engines that have run a request
         world.place(name, 4)
         world.answer(1, reason="stop")
     assert set(world.groups) == {FIRST, SECOND}
@@ -224,7 +224,7 @@ def test_the_end_of_a_request_waits_for_its_copies() -> None:
 
 
 def test_a_later_request_with_the_same_id_is_not_ended() -> None:
-    """A client can lose its link to a group, and submit the same request again."""
+    """After a client has lost its link to a group, it can submit the same request again."""
     copies, recipients, link = FakeCopies(), Recipients(), object()
     hand_overs = HandOvers(copies, recipients)  # type: ignore[arg-type]
     request = submit("a", [1, 2], SamplingParams(max_tokens=1))
@@ -252,7 +252,7 @@ class FakeGroup:
 def test_a_roll_leaves_as_many_prefill_groups_as_before(
     place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new group starts before the group that it replaces has drained."""
+    """In a roll, a new group starts before the group that it replaces has drained."""
     config = make_config(
         {"model": "m", "kv": {"host_gib": 1}, "parallel": {"dp": 3, "prefill_groups": 1}}
     )

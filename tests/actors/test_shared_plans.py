@@ -1,4 +1,6 @@
-"""Groups that share one plan: a group that could capture more releases its surplus graphs."""
+"""All groups use the same plan. A group that has captured more graphs than this plan contains
+releases the others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""If a rank runs out of streams or memory during capture, the plan of all ranks shrinks."""
+"""If one rank runs out of streams or memory during capture, the plan of all ranks loses buckets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def make_short_config(checkpoint: Path, **device: Any) -> Any:
     return make_deployment_config(
         checkpoint,
         parallel={"tp": 2},
-        # The formula of an old release predicts too few streams, and no streams are reserved, so
-        # captures fail.
+        # The budget model of an old release predicts too few streams, and no streams are reserved.
+        # So captures fail.
         graph={
             "budget_model": "legacy-0.11",
             "reserve_streams": 0,

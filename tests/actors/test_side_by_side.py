@@ -1,4 +1,6 @@
-"""All groups run a phase of their start at the same time, so their waits do not add up."""
+"""In each phase of a start, all groups wait at the same time, so that their waiting times do not
+add up.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ COUNT = 4
 
 
 def test_all_parts_are_in_a_phase_at_once_and_answer_in_order():
-    inside = threading.Barrier(COUNT, timeout=180)  # fails unless all calls wait at the same time
+    inside = threading.Barrier(COUNT, timeout=180)  # raises unless all calls wait at the same time
 
     def work(index: int) -> int:
         inside.wait()

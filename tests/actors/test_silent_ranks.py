@@ -1,4 +1,4 @@
-"""If several ranks do not answer, a group blames the rank that is stuck on its host."""
+"""If several ranks do not answer, the group blames the rank whose host code is stuck."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SilentWorker:
     """A worker that carries out no command, but answers a ping with its status.
 
     Args:
-        waits: whether the status says that the worker waits for its device. With None, the worker
+        waits: whether the worker's status says that it waits for its device. If None, the worker
             does not answer pings in time.
     """
 
@@ -47,7 +47,7 @@ class SilentWorker:
 
 @pytest.fixture
 def make_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WorkerGroup]]:
-    monkeypatch.setattr(worker_group, "ASK_S", 10.0)  # on a busy machine, an answer takes seconds
+    monkeypatch.setattr(worker_group, "ASK_S", 10.0)  # a busy machine needs seconds to answer
     actor = forked_actor(SilentWorker, concurrency_groups={"control": 1})
     started: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""A deployment reserves spare NPUs for groups that lose NPUs."""
+"""A deployment reserves spare NPUs. They replace NPUs that groups lose."""
 
 from __future__ import annotations
 

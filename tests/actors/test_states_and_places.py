@@ -93,7 +93,8 @@ def test_directories_of_dead_owners_are_swept(temporary: Path) -> None:
 
 
 def test_directories_of_living_owners_stay_whatever_their_process_ids(temporary: Path) -> None:
-    # A name contains no process id, because the owner may be in another container, with other ids.
+    # The names of directories contain no process id, because another container's process ids have
+    # other meanings.
     mine = RunDirectory()
     foreign = temporary / "dist-aclgraph-notes"
     foreign.mkdir()

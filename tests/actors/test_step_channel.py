@@ -44,7 +44,7 @@ Serve = Callable[[StepReceiver, int], None]
 
 
 def make_plan(step: int = 1, epoch: int = EPOCH, num_batches: int = 1) -> StepPlan:
-    """Return a plan in which data-parallel rank i starts a prompt with the single token i."""
+    """Return a plan in which data-parallel rank i begins a prompt. The prompt has one token, i."""
     starts = [
         RowStart(0, pack_ints([i]), pack_ints([1]), RowSampling(seed=9)) for i in range(num_batches)
     ]
@@ -53,7 +53,9 @@ def make_plan(step: int = 1, epoch: int = EPOCH, num_batches: int = 1) -> StepPl
 
 
 class Channel:
-    """A sender, and receivers on threads that run ``serve`` until the sender closes."""
+    """A sender of steps, and receivers. Each receiver runs ``serve`` on its own thread until the
+    sender closes.
+    """
 
     def __init__(
         self, place: Place, num_workers: int, serve: Serve, ranks_per_batch: int | None = None

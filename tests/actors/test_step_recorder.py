@@ -1,4 +1,6 @@
-"""Recorded steps outlive their process, and tell which rank of a group stopped first."""
+"""Recorded steps remain after the end of their process, and show which rank of a group stopped
+first.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def make_plan(
 
 
 class Rank:
-    """A rank in this process; it records its steps as a worker does."""
+    """A rank that records its steps as a worker does. It runs in the test's process."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         own = folder / str(next(names))
@@ -60,7 +62,7 @@ class Rank:
         (self._path,) = own.iterdir()
 
     def run(self, *plans: RankPlan) -> Rank:
-        """Record whole steps, from begin to end."""
+        """Record the step of each plan in ``plans``, from its begin to its end."""
         for plan in plans:
             self.begin(plan)
             self.recorder.lap("read")
@@ -85,7 +87,7 @@ class Rank:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> list[Rank]:
-    """Three ranks that have run two steps."""
+    """Return three ranks that have recorded two steps."""
     return [Rank(tmp_path, rank).run(make_plan(0), make_plan(1)) for rank in range(3)]
 
 
@@ -147,7 +149,7 @@ def test_old_files_of_ranks_that_ended_in_order_are_removed(tmp_path: Path) -> N
 
 def test_ranks_of_an_earlier_deployment_are_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "steps"
-    # The second deployment has fewer ranks; its groups have numbers from 0 again.
+    # The second deployment has fewer ranks, and numbers its groups from 0 again.
     for num_ranks in (3, 2):
         recorders = [FileRecorder(folder, rank, rank) for rank in range(num_ranks)]
         for recorder in recorders:

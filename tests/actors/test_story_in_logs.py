@@ -1,4 +1,6 @@
-"""The logs tell what happened to a deployment: its start, a loss, the recovery, and the end."""
+"""The logs show the history of a deployment: its start, the loss of a group, the recovery, and the
+end.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 
 def story_of(folder: Path, role: str) -> list[str]:
-    """Return the lines of all processes of a role, the oldest first."""
+    """Return the log lines of all processes with ``role``, the oldest first."""
     texts = [path.read_text(encoding="utf-8") for path in folder.glob(f"{role}-*.log")]
     return sorted("".join(texts).splitlines())
 
 
 def assert_told(lines: list[str], *events: str) -> None:
-    """Check that lines match the patterns, in this order; other lines may be between them."""
+    """Check that some of the lines match the patterns, in the order of the patterns."""
     rest = iter(lines)
     for wanted in events:
         found = any(re.search(rf"event={wanted}", line) for line in rest)
@@ -69,7 +71,7 @@ def test_the_logs_tell_the_start_a_loss_the_recovery_and_the_end(
         r"group_replaced group=0 way=rejoin seconds=\d",
         "state state=STOPPED",
     )
-    # The recorded steps of the lost group are kept, and blame the killed rank.
+    # The steps that the lost group recorded are kept, and they blame the killed rank.
     lost = read_groups(tmp_path / "start")[0]
     assert [rank.pid for rank in lost][1] == victim
     assert explain_stop(lost).blamed == (1,)

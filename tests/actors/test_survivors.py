@@ -1,4 +1,4 @@
-"""Workers of a lost group can join another group if their weights are usable; other workers are
+"""Workers of a lost group can join another group if their weights are usable. All other workers are
 ended.
 """
 
@@ -32,10 +32,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 
 class LoopWorker:
-    """A worker that answers like ``Worker`` after the loss of its group.
+    """A worker that answers as ``Worker`` does after the loss of its group.
 
     Args:
-        fails: the errors that methods raise, by the method's name; other methods succeed.
+        fails: for the name of each method that fails, the error that it raises.
     """
 
     def __init__(self, fails: dict[str, Exception]) -> None:
@@ -57,7 +57,8 @@ class LoopWorker:
     def end_neighbour(self, pid: int, timeout_s: float) -> bool:
         try:
             handle = os.pidfd_open(pid)
-        # The process has ended and was reaped. A real worker opens the handle earlier.
+        # The process has ended and was reaped. A real worker opens a handle of the process before
+        # that.
         except ProcessLookupError:
             return True
         return end_process(handle, timeout_s)
@@ -108,7 +109,9 @@ def lives(worker: Any) -> bool:
 
 
 def kill(group: LockstepGroup, rank: int) -> None:
-    """Kill a worker. Ray does this later, and the worker answers calls until then."""
+    """Kill a worker, and wait for its death. Ray kills with a delay, in which the worker answers
+    calls.
+    """
     ray.kill(group.workers.workers[rank])
     wait_until(lambda: not is_alive(group.workers.infos[rank].pid), "the worker lives")
 

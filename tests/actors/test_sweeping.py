@@ -1,4 +1,4 @@
-"""Folders of processes that ended without removing the folders are removed."""
+"""If a process ends without removing its folders, they are removed later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traffic watches are added and removed together with groups."""
+"""When groups are added or removed, their traffic watches are added or removed, too."""
 
 from __future__ import annotations
 

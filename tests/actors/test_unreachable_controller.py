@@ -14,7 +14,7 @@ from dist_aclgraph.errors import EngineDeadError
 
 
 def running(error: Exception, monkeypatch: pytest.MonkeyPatch) -> RayDeployment:
-    """A deployment whose controller's answers are this error."""
+    """Return a deployment whose controller answers every call with ``error``."""
 
     def get(*_: Any, **__: Any) -> None:
         raise error
@@ -36,7 +36,7 @@ def running(error: Exception, monkeypatch: pytest.MonkeyPatch) -> RayDeployment:
 def test_a_controller_that_does_not_answer_is_not_the_end(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the controller is dead, its keeper starts another one; if Ray is dead, its owner knows."""
+    """If the controller is dead, its keeper starts a new one. If Ray is dead, its owner notices."""
     service = running(error, monkeypatch)
 
     service.raise_if_dead()

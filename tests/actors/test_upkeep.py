@@ -29,7 +29,7 @@ NO_WORKERS: Any = None
 
 
 class Engine:
-    """An engine that answers at once or, if it is stuck, after ``ASLEEP_S``."""
+    """An engine that answers at once. If it is stuck, it answers after ``ASLEEP_S``."""
 
     def __init__(self, *, is_stuck: bool) -> None:
         self._is_stuck = is_stuck

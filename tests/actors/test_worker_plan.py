@@ -1,4 +1,6 @@
-"""A worker runs only steps of the graph plan that it has confirmed, and of its own batch."""
+"""A worker refuses a step of a graph plan that it has not confirmed, and a step of another rank's
+batch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the command that our setup program starts with the command of Ray's own program."""
+"""Our setup program starts the same command as Ray's own setup program."""
 
 from __future__ import annotations
 

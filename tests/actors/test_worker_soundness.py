@@ -1,4 +1,6 @@
-"""Only some failures of the step loop leave a worker's weights usable."""
+"""After some failures of the step loop, a worker's weights are still usable; after others, they are
+not.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
     ) -> Worker:
         """Return a worker whose steps raise ``error``.
 
-        Each query of the allocator's memory returns the next list of ``held``.
+        Each query of the allocator's memory returns the next list in ``held``.
         """
         worker = Worker(make_config({"model": "unused"}), epoch=1)
         rank = Mock(spec=RunningRank, joined=Mock(group_rank=0), runner=Mock())
@@ -119,7 +121,7 @@ BAD, ELSEWHERE = MemoryRange(4096, 8192), MemoryRange(8192, 12288)
     ("located", "held", "is_trusted"),
     [
         ("uce_kv", [[ELSEWHERE]], True),
-        ("uce_tensor", [[ELSEWHERE, BAD], [ELSEWHERE]], True),  # BAD is freed with the weights
+        ("uce_tensor", [[ELSEWHERE, BAD], [ELSEWHERE]], True),  # BAD belonged to the weights
         ("uce_tensor", [[BAD], [BAD]], False),
         ("uce", [], False),
     ],
@@ -178,7 +180,9 @@ class Answered:
 def test_an_error_behind_the_last_answer_is_none_of_the_step_that_was_answered(
     make_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine ignores errors of steps with an answer, so the error must name a later step."""
+    """The engine ignores errors of steps that were answered. So an error after the last answer must
+    name a later step.
+    """
     worker = make_worker(None, "link")
     plan = RankPlan(1, 7, worker._plan.version, None, 0, RankBatch(b""))
     channel = Answered(plan)
@@ -202,6 +206,6 @@ def test_a_worker_that_has_left_its_group_has_a_new_lease_for_the_next(make_work
 
     assert leaves(worker)
 
-    # The worker has no old lease any more, so only the new lease can end this process.
+    # The worker has given its old lease back, so only the new lease can end this process.
     assert before.is_given_back
     assert not worker._lease.is_given_back

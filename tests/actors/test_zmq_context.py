@@ -1,4 +1,4 @@
-"""A process ends even if nobody has closed its ZeroMQ context."""
+"""A process can end even if its ZeroMQ context was not closed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 from tests.ports import free_port
 
-# The peer is absent, so the message is never sent.
+# The peer does not exist, so the message cannot be sent.
 DROP = """
 import sys
 import zmq
@@ -20,8 +20,8 @@ del socket
 print("dropped")
 """
 
-# The context and its socket are in one cycle, and the context is freed first. At that time, the
-# context's weak reference to the socket is cleared already.
+# The context and its socket are in one reference cycle, and the context is freed first. At that
+# time, its weak reference to the socket is already cleared.
 CYCLE = """
 import gc
 import zmq

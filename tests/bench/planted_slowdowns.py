@@ -1,5 +1,5 @@
-"""Plants slowdowns in a decode step, one after the other, and prints the findings of
-``benchmarks.perf_gate``. Runs in a separate process, because it needs modelled time.
+"""Plants slowdowns in a decode step, one after the other, and prints what ``benchmarks.perf_gate``
+finds. This program is a separate process, because it needs an emulator with modelled time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dist_aclgraph.graphs.task_update import UpdatableTask
 from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 
-Plant = Any  # a context manager; the slowdown lasts while it is open
+Plant = Any  # function that returns a context manager; the slowdown lasts for the context
 
 
 def before_launch(act: Callable[[Any], Any]) -> Plant:

@@ -1,5 +1,5 @@
-"""The bench of shared contexts runs on two ranks: caches in one and two shards, prompts over one
-and two ranks.
+"""The bench of shared contexts runs on two ranks. It splits caches into one or two shards, and
+prompts among one or two ranks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from tests.bench.runs import Bench, assert_says_what_ran_it, run_bench
 
 pytestmark = [pytest.mark.cluster, pytest.mark.bench]
 
-NUMBERS = (1, 2)  # numbers of shards, and numbers of prompt ranks
+NUMBERS = (1, 2)  # numbers of shards, and also numbers of ranks that share a prompt
 CONTEXTS, PROMPT, BLOCKS, BLOCK_SIZE, LAYERS = (64, 256), 256, 2, 128, 2
-PART_OF_A_STEP = 0.15  # tolerance of a mean over eight steps
+PART_OF_A_STEP = 0.15  # relative tolerance of a mean over eight steps
 HEADS_OF_A_RANK, LATENT, ROPE, FLOAT_BYTES, ALIGNED = 4, 512, 64, 4, 8
 
 
@@ -61,7 +61,8 @@ def test_steps_are_measured_for_each_number_of_shards_and_context(bench: Bench) 
 
 
 def test_shards_cost_two_collectives_a_layer_whatever_the_context(bench: Bench) -> None:
-    # A mean covers few steps, and a part of a step's work can be counted with the next step.
+    # The mean covers only a few steps, and a part of the last step's work may be counted in the
+    # next step.
     rows = bench.results["decodes"]
     one, one_longer, two, two_longer = [row["collectives"] for row in rows]
     bytes_one, bytes_one_longer, bytes_two, bytes_two_longer = [
@@ -72,8 +73,8 @@ def test_shards_cost_two_collectives_a_layer_whatever_the_context(bench: Bench) 
     assert bytes_one == pytest.approx(bytes_one_longer, rel=PART_OF_A_STEP)
     assert bytes_two == pytest.approx(bytes_two_longer, rel=PART_OF_A_STEP)
     assert two - one == pytest.approx(2 * LAYERS, abs=1)
-    # This rank receives queries of the other rank's heads, and results of its own heads from the
-    # other rank.
+    # From the other rank, this rank receives the queries of that rank's heads, and partial results
+    # for its own heads.
     heads = HEADS_OF_A_RANK
     found = heads * LATENT + -(-heads // ALIGNED) * ALIGNED
     values = heads * (LATENT + ROPE) + found

@@ -1,4 +1,4 @@
-"""The benches that no other test runs are run with small sizes."""
+"""Runs, with small sizes, each bench that no other test runs."""
 
 from __future__ import annotations
 

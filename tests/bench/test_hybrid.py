@@ -1,4 +1,5 @@
-"""The bench of hybrid, sparse and dense models counts the bytes that each architecture needs.
+"""The bench of hybrid, sparse and dense models counts the bytes of cache that a request needs in
+each architecture.
 
 The tests do not check times.
 """

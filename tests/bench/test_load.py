@@ -1,4 +1,4 @@
-"""The bench of loading loads the requested number of bytes."""
+"""The bench that loads weights reads the requested number of bytes."""
 
 from __future__ import annotations
 

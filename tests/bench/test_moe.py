@@ -1,4 +1,4 @@
-"""The bench of experts runs on four ranks, and measures a few variants alternately."""
+"""The bench of experts runs on four ranks, and measures its variants in alternation."""
 
 from __future__ import annotations
 

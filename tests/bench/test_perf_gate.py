@@ -1,4 +1,4 @@
-"""The gate passes on this code, and finds each planted slowdown."""
+"""The performance gate passes on the present code, and finds each planted slowdown."""
 
 from __future__ import annotations
 

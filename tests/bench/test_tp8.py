@@ -1,4 +1,4 @@
-"""The bench of graph modes runs on two ranks, and measures all modes alternately."""
+"""The bench of graph modes runs on two ranks, and measures all modes in alternation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.bench.runs import Bench, assert_says_what_ran_it, run_bench
 
 pytestmark = [pytest.mark.cluster, pytest.mark.bench]
 
-# For each graph mode, the modes in which its steps may run.
+# For each graph mode of the configuration, the ways in which its steps may run.
 STEPS = {"NONE": {"eager"}, "PIECEWISE": {"piecewise"}, "FULL": {"full"}}
 
 

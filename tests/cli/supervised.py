@@ -1,4 +1,4 @@
-"""A supervised service with an owner and an ingress that only wait."""
+"""A supervised service. Its owner and its ingress only wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dist_aclgraph.actors.host import processes
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 
-MARK = "TEST_OF_SUPERVISION"  # environment variable of all processes of a service
+MARK = "TEST_OF_SUPERVISION"  # environment variable that marks all processes of a service
 OWNER, INGRESS = "serve:owner", "serve:ingress"
 WAIT_S = 180.0
 
@@ -51,14 +51,16 @@ sys.exit(Supervisor(own, INGRESSES, RestartBudget(2), SILENT_S, END_S, END_START
 
 
 class Service:
-    """A service that leads its own process group, like a program of a shell or a container."""
+    """A service that is the leader of its own process group, like a program that a shell or a
+    container starts.
+    """
 
     def __init__(self, parts: str = "") -> None:
         self._mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", PARTS + parts + RUN],
-            # A thread of OpenBLAS could get a signal instead of the main thread. A real fork has no
-            # such threads, but in some tests no real fork takes place.
+            # A thread of OpenBLAS could get a signal instead of the main thread. A forked process
+            # has no such threads, but some of these tests do not fork.
             env={**os.environ, MARK: self._mark, "OPENBLAS_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -85,7 +87,9 @@ class Service:
         return found
 
     def kill(self, name: str) -> int:
-        """Wait until a process runs, kill it, and wait for its end; return its id."""
+        """Wait until the process ``name`` runs, kill it, and wait for its end; return its process
+        id.
+        """
         pid = self.pid(name)
         os.kill(pid, signal.SIGKILL)
         assert_processes_are_gone([pid])
@@ -96,7 +100,9 @@ class Service:
         return sorted(self.process.stdout.readline().strip() for _ in range(count))
 
     def end(self) -> tuple[int, str, str]:
-        """Wait for the end of a service and all its processes; return exit code and output."""
+        """Wait until the service and all its processes have ended; return the exit code and the
+        output.
+        """
         said, wrong = self.process.communicate(timeout=WAIT_S)
         wait_until(lambda: not self.all(), "a process is left", WAIT_S)
         return self.process.returncode, said, wrong

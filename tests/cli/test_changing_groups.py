@@ -26,7 +26,7 @@ from tests.serve.conftest import CONFIG
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 480.0
-PAUSE_S = 0.3  # seconds between two requests, because starting groups need CPU time
+PAUSE_S = 0.3  # seconds between two requests; leaves CPU time to groups that start
 OVERRIDES = (
     "dtype=float32",
     "device.emulator.strict=false",
@@ -44,14 +44,16 @@ BODY = {
 
 @dataclass
 class Service:
-    """A service in another process, with the addresses that it has printed."""
+    """A service in another process. Its addresses are those that it has printed."""
 
     url: str
     ray_address: str
     deployment: str
 
     def command(self, *arguments: object) -> subprocess.CompletedProcess[str]:
-        """Run ``dist-aclgraph`` with the name of this service, because other services can run."""
+        """Run a ``dist-aclgraph`` command with the name of this service, because other services may
+        run, too.
+        """
         return subprocess.run(
             [*COMMAND, *map(str, arguments), f"--deployment={self.deployment}",
              f"--ray={self.ray_address}"],

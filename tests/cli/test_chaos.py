@@ -1,4 +1,4 @@
-"""``make chaos`` carries out faults, and leaves no process and no file."""
+"""``make chaos`` injects faults into a service, and leaves no process and no file behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ COMMAND = [sys.executable, "-u", "-m", "tools.chaos", "--seed=1", "--only=kill_w
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """Yield a folder for all temporary files, with a short name because of its sockets."""
+    """Yield a folder for all temporary files. Its name is short, because the paths of sockets are
+    limited.
+    """
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         yield Path(folder)
 
@@ -42,7 +44,7 @@ def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def started_in(folder: Path) -> list[int]:
-    """Return the processes whose temporary files are in this folder."""
+    """Return the processes whose folder for temporary files is ``folder``."""
     found = [processes.with_variable("TMPDIR", str(path)) for path in folder.glob("chaos-*/s-*")]
     return sorted(set().union(*found))
 

@@ -17,7 +17,7 @@ from tests.slow import rare
 pytestmark = [pytest.mark.cluster]
 
 OWNER, INGRESS, RAYLET, GCS = "serve:owner", "serve:ingress", "raylet", "gcs_server"
-LONG = 200  # tokens of an answer that still runs when a process is killed
+LONG = 200  # number of tokens of an answer that must still run when a process is killed
 BUSY = ("num_requests_running", "num_requests_waiting", "kv_cache_usage")
 
 
@@ -37,7 +37,9 @@ def is_busy(service: Service) -> bool:
 
 
 def fork_servers(service: Service) -> set[int]:
-    """Return ids of the service's fork servers; there are none if each process has a core."""
+    """Return the process ids of the service's fork servers. There is no fork server if there are
+    enough cores for all processes.
+    """
     return {
         pid
         for pid in processes.children(service.process.pid)
@@ -46,7 +48,7 @@ def fork_servers(service: Service) -> set[int]:
 
 
 def end(service: Service) -> int:
-    """Wait for the end of a service and all its processes; return the exit code."""
+    """Wait until the service and all its processes have ended; return the exit code."""
     code = service.process.wait(WAIT_S)
     wait_until(lambda: not service.all(), "a process is left", WAIT_S)
     service._reading.join(WAIT_S)
@@ -62,7 +64,7 @@ def test_the_streams_of_an_ingress_that_is_killed_go_on_with_another(npu: object
 
         def strike() -> None:
             kill(service, INGRESS)
-            # A client that connects during the outage waits, and is not refused.
+            # A client that connects while no ingress runs must wait, but is not refused.
             meanwhile.append(service.http.get("/health").status_code)
 
         streams = service.ask_all(LONG, strike)

@@ -1,4 +1,4 @@
-"""A service ends in order if its terminal is closed, or if a signal arrives in a recovery."""
+"""A service ends cleanly if its terminal is closed, or if a signal arrives during a recovery."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ def in_a_terminal(command: list[str]) -> list[str]:
 
 
 def test_a_terminal_that_is_closed_stops_a_service_in_order(npu: object) -> None:
-    """After a window is closed or an ssh connection is lost, the service can write no output.
+    """When a terminal's window is closed or its ssh connection is lost, the service can write no
+    output.
 
-    The streams run for longer than requests run after a failure (``FAILED_S`` of the owner).
+    The streams take longer than the time for which requests may go on after a failure (``FAILED_S``
+    of the owner).
     """
     with serving("serve.drain_s=300", terminal=in_a_terminal) as service:
         wanted = [stream.text for stream in service.ask_all(400)]
@@ -45,6 +47,6 @@ def test_a_signal_while_the_deployment_comes_back_ends_everything(npu: object) -
 
         service.process.send_signal(signal.SIGTERM)
 
-        # An owner that takes long to end is killed.
+        # If the owner takes too long to end, it is killed, which gives the second exit code.
         assert end(service) in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
         assert_processes_are_gone(struck)

@@ -1,4 +1,4 @@
-"""Fork servers of a service, and processes that wait to be forked, die and are replaced."""
+"""Fork servers of a service die and are replaced, and so do processes that wait for a fork."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 
 def servers_of_all(service: Service) -> set[int]:
-    """Return the fork servers of all processes of the service."""
+    """Return the process ids of all fork servers of the service."""
     return {pid for pid in service.all() if b"forks.fork_server" in _command_line(pid)}
 
 
@@ -35,7 +35,7 @@ def test_a_fork_server_that_dies_is_replaced_before_it_is_needed(npu: object) ->
 
 
 def clients_of_fork_servers(service: Service) -> list[int]:
-    """Return the processes that Ray has started, and that still wait to be forked."""
+    """Return the processes that Ray has started and that still wait for their fork server."""
     return [
         pid
         for raylet in service.pids(RAYLET)
@@ -52,7 +52,9 @@ def _command_line(pid: int) -> bytes:
 
 
 def test_a_replacement_that_dies_before_ray_knows_it_is_started_again(npu: object) -> None:
-    """Ray alone would wait five minutes for the replacement, longer than requests wait here."""
+    """Without our restart, Ray would wait five minutes for the replacement. Requests wait less long
+    here.
+    """
     with serving("recovery.wait_s=200") as service:
         if not fork_servers(service):
             pytest.skip("there is a core for each process, so nothing is forked")

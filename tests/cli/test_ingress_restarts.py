@@ -1,4 +1,6 @@
-"""How often the supervisor replaces its ingress, and after which pauses."""
+"""The supervisor replaces ingresses that die. Ingresses that never served use up a budget, and come
+back after pauses.
+"""
 
 from __future__ import annotations
 

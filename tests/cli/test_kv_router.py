@@ -1,5 +1,5 @@
-"""A router such as llm-d's lets one service compute prompts, and another service continue them. The
-services share a secret, but no files.
+"""A router such as llm-d's sends a request to one service, which computes the prompt, and then to
+another service, which generates the answer. The services share a secret, but no files.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tests.serve.test_kv_transfer import DECODE_ELSEWHERE
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 BLOCK, NUM_TOKENS = 16, 12
-HOST = "127.0.0.5"  # where the first service sends files
+HOST = "127.0.0.5"  # the address at which the first service sends files
 FILES = f"kv.block_size={BLOCK}", "kv.host_gib=0.05", "graph.sizes=[4]"
-firsts = count(300)  # the first token of each prompt, so that no prompt begins like another one
+firsts = count(300)  # the first token of each prompt differs, so that no two prompts share a prefix
 Params = dict[str, Any]
 
 
@@ -32,21 +32,23 @@ def make_prompt() -> list[int]:
 
 
 class Router:
-    """Does what the sidecar of llm-d does with its connector nixlv2."""
+    """Sends requests as the sidecar of llm-d does with its connector nixlv2."""
 
     def __init__(self, prefill: Service, decode: Service) -> None:
         self.prefill, self.decode = prefill, decode
 
     def begin(self, body: dict[str, Any]) -> Params:
-        """Let the first service compute a prompt; return what it tells the second service."""
+        """Let the first service compute a prompt; return the parameters that it returns for the
+        second service.
+        """
         limits = {"stream": False, "max_tokens": 1}
         reply = post(self.prefill, {**body, **limits, "kv_transfer_params": DECODE_ELSEWHERE})
         found: Params = reply["kv_transfer_params"]
         return found
 
     def go_on(self, body: dict[str, Any], params: Params) -> tuple[list[int], int, float]:
-        """Return the tokens of the second service, the number of its cached prompt tokens, and how
-        many blocks it has fetched.
+        """Let the second service generate; return its tokens, the number of cached prompt tokens,
+        and the number of blocks that it has fetched so far.
         """
         before = counted(self.decode, "kv_fetched_blocks_total")
         reply = post(self.decode, {**body, "kv_transfer_params": params})

@@ -1,4 +1,4 @@
-"""The terminal shows the output of Python, but not the output of native code."""
+"""The terminal shows the output of Python code, but not the output of native libraries."""
 
 from __future__ import annotations
 

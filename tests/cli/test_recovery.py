@@ -23,7 +23,7 @@ from tests.ports import free_port
 from tests.serve.conftest import CONFIG
 
 STREAMS = 16
-MARK = "TEST_OF_RECOVERY"  # environment variable of all processes of a service
+MARK = "TEST_OF_RECOVERY"  # environment variable that marks all processes of a service
 LIMITS = httpx.Limits(max_connections=4 * STREAMS)
 
 
@@ -48,10 +48,11 @@ class Stream:
 
 
 class Service:
-    """A service of one group in another process, with additional environment variables.
+    """A service of one group. It runs in another process, with additional environment variables.
 
     Args:
-        terminal: a command that runs another command in a separate terminal.
+        terminal: function that changes the service's command, so that the service runs in a
+            separate terminal.
     """
 
     def __init__(
@@ -91,8 +92,9 @@ class Service:
         wait_until(is_ready, "it is not ready", WAIT_S)
 
     def all(self) -> set[int]:
-        """Return all living processes of the service, including the first process."""
-        # Forked processes have other parents, but inherit the environment.
+        """Return the process ids of all living processes of the service."""
+        # Forked processes have other parents than Ray's processes, but inherit the environment
+        # variable.
         return processes.with_variable(MARK, self._mark) & processes.living()
 
     def pids(self, name: str) -> list[int]:
@@ -100,7 +102,9 @@ class Service:
         return sorted(pid for pid in self.all() if processes.name_of(pid).startswith(name))
 
     def strike(self, kind: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Send a signal to the newest actor process of a kind; return its process id."""
+        """Send signal ``number`` to the newest process of the actor class ``kind``; return its
+        process id.
+        """
         [*_, pid] = self.pids(f"ray::{kind}")
         os.kill(pid, number)
         return pid
@@ -123,7 +127,7 @@ class Service:
             stream.error = repr(e)
 
     def ask_all(self, count: int, meanwhile: Callable[[], None] = lambda: None) -> list[Stream]:
-        """Run all streams at once; call ``meanwhile`` when all streams have begun."""
+        """Run ``count`` streams at once; call ``meanwhile`` when all of them have begun."""
         streams = [Stream() for _ in range(STREAMS)]
         threads = [
             threading.Thread(target=self.ask, args=[i, stream, count], daemon=True)
@@ -221,7 +225,7 @@ def test_a_controller_that_dies_or_hangs_takes_its_groups_along_and_no_request(n
             assert not processes.name_of(struck), "it is still there"
 
         metrics = service.http.get("/metrics").text
-        assert 'engine="2000"' in metrics  # the first group of the third controller
+        assert 'engine="2000"' in metrics  # the name of the third controller's first group
         service.strike("Controller")
         assert service.process.wait(WAIT_S) == 1
         service._reading.join(WAIT_S)

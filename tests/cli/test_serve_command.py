@@ -1,4 +1,4 @@
-"""``dist-aclgraph serve`` starts, serves and stops, with a deployment that the tests control."""
+"""``dist-aclgraph serve`` starts, serves and stops a fake deployment that the tests control."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAIT_S = 180.0
 
 
 class Obedient(FakeDeployment):
-    """A deployment whose start, failure and stop are controlled by a test."""
+    """A fake deployment. The test decides when it starts, fails and stops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Obedient(FakeDeployment):
 
 
 class Command:
-    """Runs the command in the main thread, and the actions of clients in another thread."""
+    """Runs ``dist-aclgraph serve`` in the main thread, and what clients do in another thread."""
 
     def __init__(self, **overrides: object) -> None:
         self.port = free_port()
@@ -103,7 +103,9 @@ class Command:
 
 @pytest.fixture(autouse=True)
 def signals_of_the_test():
-    """Ignore SIGTERM, because the last signal of a test can arrive after the command's end."""
+    """Ignore SIGTERM outside the command, because a test's last signal can arrive after the
+    command's end.
+    """
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     yield
     time.sleep(0)
@@ -205,7 +207,7 @@ def test_a_signal_before_anything_is_served_is_told_by_the_exit_code():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         time.sleep(0.5)
 
-    command.deployment.shut_down()  # this deployment never starts, so the command does not stop it
+    command.deployment.shut_down()  # the command does not stop a deployment that never started
     with pytest.raises(SystemExit) as e:
         command.run(meanwhile)
 
@@ -213,7 +215,7 @@ def test_a_signal_before_anything_is_served_is_told_by_the_exit_code():
 
 
 def interrupted_start(capsys) -> tuple[int, str]:
-    """Send a signal while a start reports no progress; return exit code and stderr."""
+    """Send a signal during a start that reports no progress; return the exit code and stderr."""
     command = Command()
     command.deployment.shut_down()
 

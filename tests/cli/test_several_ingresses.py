@@ -61,7 +61,7 @@ def test_an_ingress_that_dies_is_replaced_and_its_streams_and_the_others_go_on(
 
     os.kill(server.ingresses[0], signal.SIGKILL)
     wait_until(lambda: not processes.is_running(server.ingresses[0]), "the ingress lives")
-    server.source.wait_for(3)  # the next ingress submits the request of its stream again
+    server.source.wait_for(3)  # the new ingress submits the request of the lost stream again
     server.source.step(TOKEN_ID, is_last=True)
 
     for stream in streams:

@@ -1,4 +1,4 @@
-"""Signals are recorded, at whatever point of a wait they arrive."""
+"""A signal is recorded, even if it arrives at the beginning or at the end of a wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dist_aclgraph.cli.signals import Signals
 
 WAIT_S = 180.0
 
-# The timer's signal arrives a little later each time, so it arrives at each step of a wait.
+# In each turn, the timer's signal arrives a little later, so that it hits every point of a wait.
 UNDER_FIRE = """
 import signal
 from dist_aclgraph.cli.signals import Signals

@@ -104,7 +104,7 @@ def own(signals, heartbeat):
     ingress = service.pid(INGRESS)
     sleepers: list[int] = []
 
-    def are_there() -> bool:  # a process without the name "sleep" has not called exec yet
+    def are_there() -> bool:  # a child that is not yet named "sleep" has not called exec
         sleepers[:] = [pid for pid in service.all() if processes.name_of(pid) == "sleep"]
         return len(sleepers) == 2
 
@@ -138,7 +138,7 @@ def test_past_the_budget_a_death_of_the_owner_ends_the_service_with_the_reason(
 
 
 def test_children_from_before_are_left_alone(start: Start) -> None:
-    """If a shell replaces itself by the service (exec), the service gets the shell's children."""
+    """A shell that replaces itself by the service (exec) leaves its children to the service."""
     service = start(
         """
 helper = subprocess.Popen(["sleep", "600"])
@@ -170,8 +170,8 @@ def test_a_signal_while_another_owner_starts_ends_everything(
         service.process.terminate()
 
     ended, _, _ = service.end()
-    # The exit code comes from the new owner, or from the killed owner if the supervisor noticed the
-    # signal first.
+    # The exit code is that of the new owner, or that of the killed owner if the supervisor noticed
+    # the signal first.
     assert ended in (7, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 

@@ -1,4 +1,6 @@
-"""The supervisor replaces stopped processes, but no process that is silent on purpose."""
+"""The supervisor replaces processes that are stopped, but not processes that are allowed to be
+silent.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from tests.slow import slow
 
 BEATS_S = 2.0
 
-# An owner that needs LATE_S seconds to end, and sends no heartbeat in this time.
+# An owner that needs LATE_S seconds to end, and sends no heartbeats while it ends.
 ENDS_LATE = """
 plainly = own
 def own(signals, heartbeat):

@@ -1,4 +1,6 @@
-"""Owners and ingresses that fail at their start, or cannot be started at all."""
+"""What the supervisor does if owners and ingresses fail at their start, or cannot be started at
+all.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def serve_http(life, beat, keeper):
     starts = [float(line.split()[1]) for line in said.splitlines() if "listens" in line]
     assert ended == 1
     assert len(starts) == 3
-    assert starts[2] - starts[0] >= FIRST_PAUSE_S  # only the first replacement starts at once
+    assert starts[2] - starts[0] >= FIRST_PAUSE_S  # a pause precedes the second replacement
     assert wrong.count("the process that serves HTTP was killed by SIGKILL") == 3
 
 

@@ -1,6 +1,7 @@
-"""Unmodified programs of other projects use a service on an emulated NPU (``make test-clients``).
+"""Unmodified clients of other projects use a service on an emulated NPU (``make test-clients``).
 
-The Python programs have a separate environment. If a program is not installed, its test is skipped.
+The Python clients have a virtual environment of their own. If a client is not installed, its test
+is skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MODEL = "tiny-qwen3"
 COUNT = "Count from 3 to 9."
 COUNTED = "3 4 5 6 7 8 9"  # the model's answer to COUNT
 START_S, RUN_S, STOP_S = 120.0, 240.0, 60.0
-# With these settings, programs send requests only to the service.
+# With these settings, clients send requests only to the service, and not to other hosts.
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -43,7 +44,7 @@ OFFLINE = {
 
 @dataclass
 class Service:
-    """A running ``dist-aclgraph serve``; ``api`` is the base URL for OpenAI's clients."""
+    """A running ``dist-aclgraph serve``. ``api`` is the base URL that OpenAI's clients need."""
 
     port: int
 
@@ -57,7 +58,7 @@ class Service:
 
 
 def wait_for(url: str, process: subprocess.Popen[Any], seconds: float = START_S) -> None:
-    """Wait until a request to the URL gets status 200."""
+    """Wait, at most ``seconds``, until a request to ``url`` gets status 200."""
     until_s = time.monotonic() + seconds
     while True:
         with contextlib.suppress(httpx.TransportError):
@@ -70,7 +71,9 @@ def wait_for(url: str, process: subprocess.Popen[Any], seconds: float = START_S)
 
 @contextlib.contextmanager
 def running(command: list[str], url: str, log: Path) -> Iterator[None]:
-    """Run a server within this context, which begins when the URL gets status 200."""
+    """Run the server ``command`` within this context. The context begins when ``url`` answers with
+    status 200.
+    """
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
@@ -83,7 +86,7 @@ def running(command: list[str], url: str, log: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def serving(directory: Path, *keys: str) -> Iterator[Service]:
-    """Run a service in float32, so that its numbers can be compared."""
+    """Run a service in float32, so that tests can compare its numbers with a reference."""
     found = Service(free_port())
     command = [sys.executable, "-m", "dist_aclgraph.cli.main", "serve", str(CONFIG)]
     command += [
@@ -105,7 +108,7 @@ def service(tmp_path_factory) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def agent(tmp_path_factory) -> Iterator[Service]:
-    """A service whose model calls tools and writes JSON."""
+    """A service whose model was trained to call tools and to write JSON."""
     keys = f"model={ROOT / 'models' / 'tiny-agent'}", "served_model_name=tiny-agent"
     with serving(tmp_path_factory.mktemp("agent"), *keys) as found:
         yield found
@@ -118,7 +121,7 @@ def embedder(tmp_path_factory) -> Iterator[Service]:
 
 
 def program(name: str) -> str:
-    """Return the path of a program of this machine; skip the test if it is missing."""
+    """Return the path of a program on this machine; skip the test if the program is missing."""
     path = shutil.which(name)
     if path is None:
         pytest.skip(f"{name} is not installed")
@@ -126,7 +129,9 @@ def program(name: str) -> str:
 
 
 def client_program(name: str) -> str:
-    """Return the path of a program in the clients' environment; skip the test if it is missing."""
+    """Return the path of a program in the clients' virtual environment; skip the test if it is
+    missing.
+    """
     path = CLIENTS / name
     if not path.exists():
         pytest.skip(f"{name} is not in {CLIENTS.parent.name}; make setup-clients")
@@ -148,7 +153,9 @@ def run(*command: str, cwd: Path | None = None, **variables: str) -> str:
 
 
 def run_python(module: str, code: str, **variables: str) -> Any:
-    """Run code in the clients' environment; return the JSON of the last line that it prints."""
+    """Run code in the clients' virtual environment; return the JSON value of the last line that it
+    prints.
+    """
     python = client_program("python")
     if subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode:
         pytest.skip(f"{module} is not in {CLIENTS.parent.name}; make setup-clients")

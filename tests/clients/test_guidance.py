@@ -1,4 +1,4 @@
-"""guidance restricts answers with its own grammars, by its class for vLLM."""
+"""The library guidance, with its class for vLLM, restricts answers by its own grammars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client of huggingface_hub chats, calls tools and gets answers that follow a schema."""
+"""The client of huggingface_hub gets chat answers, tool calls, and answers that follow a schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LiteLLM works with the service, as a library."""
+"""LiteLLM, used as a library, works with the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""lm-evaluation-harness runs a task that generates text, and a multiple choice with logprobs."""
+"""lm-evaluation-harness runs a task that generates text, and a multiple-choice task that uses
+logprobs.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 
 
 def evaluate(folder, service, kind, documents, rest, model, *options):
-    """Run a task with these documents; return its results and its samples."""
+    """Run a task of type ``kind`` on ``documents``; return its results and its samples."""
     data = folder / "documents.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in documents))
     (folder / "own.yaml").write_text(TASK.format(task="own", data=data, kind=kind) + rest)
@@ -110,8 +112,8 @@ def test_a_task_generates_the_texts_of_transformers(service, tmp_path, monkeypat
 
 
 def read_reference(monkeypatch):
-    """Return the model and the tokenizer of transformers."""
-    # transformers would import torch_npu, which needs CANN in this process.
+    """Return the same model and tokenizer, loaded by transformers as a reference."""
+    # otherwise, transformers would import torch_npu, which needs CANN
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     return model, transformers.AutoTokenizer.from_pretrained(CHECKPOINT)

@@ -1,4 +1,4 @@
-"""Mistral's client chats, calls tools, gets objects and gets embeddings."""
+"""Mistral's client gets chat answers, tool calls, structured objects and embeddings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Mooncake's transfer engine for NPUs, unmodified, moves KV blocks between two emulated devices.
 
-The wheel calls CANN's libraries. So a program of another project tests the emulated ``adxl``.
+Mooncake's wheel calls CANN's libraries. So this test shows that a program of another project runs
+on the emulated ``adxl``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WHEEL = "mooncake-transfer-engine-npu"
 BLOCK_BYTES = 32768
 MOVED, PLACES = [200, 17, 18, 3], [5, 6, 7, 100]
 
-# Answers each line of its standard input with a line.
+# The program answers each line of its standard input with one line.
 PROGRAM = """
 import hashlib, json, sys
 device, port, packages = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -63,7 +64,9 @@ for line in sys.stdin:
 
 
 def packages() -> Path:
-    """Return the folder of the wheel; skip the test if something that it needs is missing."""
+    """Return the folder of the installed wheel; skip the test if something that the wheel needs is
+    missing.
+    """
     for library, package in LIBRARIES.items():
         try:
             ctypes.CDLL(library)
@@ -125,7 +128,9 @@ class Peer:
         yours: list[int],
         length: int = BLOCK_BYTES,
     ) -> int:
-        """Return the status of a transfer between addresses; an address is an offset in blocks."""
+        """Transfer ``length`` blocks, and return the status. ``mine`` and ``yours`` are offsets in
+        blocks.
+        """
         return self._ask(
             operation,
             peer.name,
@@ -137,8 +142,8 @@ class Peer:
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., list[Peer]]]:
-    """Start a process for each device. The settings of the emulator, and the variables in capitals,
-    are those of the first process.
+    """Start one process for each device. The settings of the emulator, and settings with names in
+    capitals (environment variables), apply only to the first process.
     """
     peers: list[Peer] = []
 

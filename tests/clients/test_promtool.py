@@ -1,4 +1,4 @@
-"""Prometheus's own tool finds no fault in the metrics."""
+"""promtool, a program of Prometheus, finds no fault in the service's metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nginx, HAProxy and Caddy work in front of the service with common configurations."""
+"""nginx, HAProxy and Caddy, with common configurations, work as proxies of the service."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PROXIES = {
     "haproxy": (HAPROXY, ["-f"]),
     "caddy": (CADDY, ["run", "--adapter", "caddyfile", "--config"]),
 }
-# Without this line, nginx sends the name of the upstream server in the header Host.
+# Without this setting, nginx sends the name of the upstream server in the header Host.
 PUBLIC_NGINX = NGINX.replace("location / {{", "location / {{ proxy_set_header Host $host;")
 WITH_PUBLIC_NAME = PROXIES | {"nginx": (PUBLIC_NGINX, ["-c"])}
 
@@ -110,5 +110,5 @@ def test_a_proxy_passes_answers_and_streams(service, tmp_path, name):
     assert reply.json()["choices"][0]["message"]["content"] == COUNTED
     assert head.status_code == 200
     assert last == "data: [DONE]"
-    assert times[-1] - times[0] > 0.1  # the proxy does not hold back the stream until its end
+    assert times[-1] - times[0] > 0.1  # the proxy must not hold back the whole stream until its end
     assert refused.status_code == 404

@@ -8,11 +8,12 @@ import pytest
 
 from tests.clients.conftest import client_program, run
 
-# The document does not state every rule of a body: for example, that one field needs another field,
-# or that the model has no such token. So not every body that fits the document is accepted.
+# The document does not state every rule for a request's body. For example, one field can require
+# another field, and a token id can be outside the vocabulary. So the service may refuse a body that
+# fits the document.
 EXCLUDED = "positive_data_acceptance"
-# A body with too many items can be longer than the limit; it gets the status 413. The default
-# limit of a response is 10 s, but a busy machine needs longer.
+# A body with too many items can exceed the limit of bytes, and gets the status 413. Schemathesis
+# waits 10 s for a response by default, but a busy machine needs longer.
 SETTINGS = """
 [checks]
 max_response_time = 300
@@ -31,7 +32,7 @@ def test_no_promise_of_the_document_is_broken(request, tmp_path, name):
         f"{request.getfixturevalue(name).url}/openapi.json",
         *("--checks", "all", "--exclude-checks", EXCLUDED),
         *("--phases", "examples,coverage,fuzzing", "--max-examples", "15", "--seed", "1"),
-        *("--generation-deterministic", "--request-timeout", "300"),  # 300 s, for a busy machine
+        *("--generation-deterministic", "--request-timeout", "300"),  # seconds, for a busy machine
         # Schemathesis reads its settings from its working directory, and writes a cache there.
         cwd=tmp_path,
     )

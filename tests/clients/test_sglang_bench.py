@@ -8,8 +8,9 @@ import pytest
 
 from tests.clients.conftest import CHECKPOINT, CLIENTS, client_program, run
 
-# The client is unmodified. The client imports packages that need SGLang's engine, and so CUDA. The
-# test replaces these packages by empty modules. The client uses one constant of the engine.
+# The client is unmodified. It imports packages of SGLang's engine, which need CUDA, so the test
+# replaces these packages by empty modules. The client uses only one constant of them, which the
+# test sets.
 CODE = """
 import runpy, sys, types
 root = sys.argv.pop(1)

@@ -1,4 +1,4 @@
-"""Libraries of agents and the openai client get tool calls and structured answers."""
+"""Libraries for agents, and the openai client, get tool calls and structured answers."""
 
 from __future__ import annotations
 

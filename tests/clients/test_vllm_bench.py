@@ -9,7 +9,7 @@ import pytest
 from tests.clients.conftest import CHECKPOINT, ROOT, run
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-VLLM = ROOT / ".venv-vllm"  # vLLM runs from the folder of its sources, without CUDA
+VLLM = ROOT / ".venv-vllm"  # vLLM's environment, where it runs from its sources without CUDA
 
 
 @pytest.mark.parametrize("backend", ENDPOINTS)
@@ -17,7 +17,7 @@ def test_all_requests_of_a_load_succeed(service, tmp_path, backend):
     if not VLLM.exists():
         pytest.skip(f"{VLLM.name} does not exist; make setup-vllm")
 
-    # transformers imports torch_npu, which needs the libraries of CANN.
+    # In this environment, transformers imports torch_npu, which needs the libraries of CANN.
     python = str(VLLM / "bin" / "python")
     run(
         *(python, "-m", "dist_aclgraph.device.emulator", "run", "--"),

@@ -1,7 +1,7 @@
-"""Starts Ray clusters of several nodes on this machine, and programs at the head of a cluster.
+"""Starts Ray clusters of several simulated nodes on this machine, and runs programs at the head.
 
-Ray's own utility starts a raylet for each node. The nodes share a kernel, and have different ids
-and loopback addresses. Messages between nodes use TCP.
+Ray's own test utility starts one raylet for each node. All nodes use the same kernel, but each has
+its own id and loopback address. Messages between nodes use TCP.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ OVER_NODES = {
     "timeouts.link_s": 60, **LONG_STARTS,
 }  # fmt: skip
 APART = {**OVER_NODES, "parallel.ep": 1}
-# One group computes long prompts. The other group fetches their KV from files on other nodes.
+# One group computes long prompts. The other group fetches the KV of these prompts from files on the
+# first group's nodes.
 COPIES = {
     "kv.disk": "~/kv", "kv.disk_gib": 0.1, "kv.block_size": 16,
     "parallel.prefill_groups": 1, "parallel.prefill_from_tokens": 64,
 }  # fmt: skip
 
-# Programs that run at the head. Their arguments are a configuration file, and changes of the
-# configuration as JSON.
+# Programs that run on the head node. Their arguments are a configuration file, and changes of this
+# configuration in JSON.
 GENERATE = """
 import dataclasses, json, sys
 from dist_aclgraph.actors.deployment.llm import LLM
@@ -80,7 +81,7 @@ def start(config, on_progress=None, **options):
 serve_until_signal(load_config(sys.argv[1], json.loads(sys.argv[2])), start)
 """
 
-# On a busy machine, the agents of a node need more than Ray's 15 s to start.
+# On a busy machine, the agents of a node need longer to start than Ray's limit of 15 s.
 RAY_SETTINGS = {"RAY_AUTH_MODE": "token", "RAY_agent_register_timeout_ms": "300000"}
 _CLUSTER = """
 import json, os, sys, time
@@ -156,7 +157,9 @@ class Program:
         self._process.stdin.flush()
 
     def end(self) -> None:
-        """Let the program end; after a time limit, kill it and the processes that it started."""
+        """End the program's input, so that it ends; after a time limit, kill it and the processes
+        that it started.
+        """
         started = _descendants(self.pid)
         try:
             self._process.communicate(timeout=END_S)
@@ -166,7 +169,7 @@ class Program:
 
 
 def _start(options: list[dict[str, Any]], attempts: int = ATTEMPTS) -> tuple[Program, Any]:
-    """Start a cluster; try again if the head was not ready within Ray's 30 seconds."""
+    """Start a cluster; try again if the head was not ready within Ray's limit of 30 s."""
     program = Program(_CLUSTER, json.dumps(options))
     try:
         return program, program.read()
@@ -178,10 +181,10 @@ def _start(options: list[dict[str, Any]], attempts: int = ATTEMPTS) -> tuple[Pro
 
 
 class Nodes:
-    """A Ray cluster, and the owner of its processes.
+    """A Ray cluster. This object owns the cluster's processes.
 
     Attributes:
-        address: address of Ray.
+        address: the address at which programs join the cluster.
     """
 
     def __init__(self, options: list[dict[str, Any]]) -> None:
@@ -196,7 +199,7 @@ class Nodes:
         return set().union(*found)
 
     def kill(self, node_ip: str) -> None:
-        """Let a node die: kill its raylet, so that the processes of this raylet end."""
+        """Let a node die: kill its raylet. The processes that this raylet has started then end."""
         self.signal(node_ip, signal.SIGKILL)
 
     def signal(self, node_ip: str, number: signal.Signals) -> None:
@@ -209,7 +212,7 @@ class Nodes:
 
     @contextmanager
     def run(self, code: str, *arguments: object) -> Iterator[Program]:
-        """Run a program at the head."""
+        """Run the program ``code`` on the head node."""
         program = Program(code, *arguments, RAY_ADDRESS=self.address)
         try:
             yield program
@@ -226,6 +229,6 @@ def _descendants(pid: int) -> set[int]:
 
 
 def on_one_node(config: Config, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Return the tokens of ranks on this machine, without Ray."""
+    """Return the tokens that the ranks of ``config`` generate on one node, without Ray."""
     with lockstep(config) as group:
         return [answer.tokens for answer in group.generate(prompts, greedy_params(count))]

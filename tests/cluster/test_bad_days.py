@@ -1,7 +1,8 @@
-"""Hosts, links and the head fail while streams run, and later work again.
+"""Hosts, links and the head fail while streams run, and later come back.
 
-The hosts share only a network. On each host, a shell restarts Ray, as systemd does with the units
-in cluster/systemd. Each test prints its times; the option -s shows the output.
+The hosts share only a network. On each host, a shell script restarts Ray if it ends, as systemd
+does with the units in cluster/systemd. Each test prints what its client has counted; pytest's
+option -s shows this output.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ SETTINGS = {
     "cluster.ports": "23400-23440", "serve.port": PORT, "timeouts.place_s": 120,
     "recovery.restarts_per_hour": 100,
 }  # fmt: skip
-# The ranks of one group are on both hosts.
+# The ranks of one group are spread over both hosts.
 SPANNING = SETTINGS | {"parallel.tp": 2, "parallel.ep": 4, "speculative.num_tokens": 0}
 CONFIGS = {"tiny-qwen3": SETTINGS, "tiny-deepseek": SPANNING}
-# This program requests the same streams again and again, until the end of its input. The program
-# retries no request.
+# This program requests the same streams again and again until its standard input ends. It does not
+# retry a request that fails.
 CLIENT = """
 import json, sys, threading, time
 import httpx
@@ -113,7 +114,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 class Load:
-    """Streams from a client at the head."""
+    """Streams of a client that runs on the head."""
 
     def __init__(
         self,
@@ -151,10 +152,11 @@ class Load:
 def serving(
     hosts: Hosts, tmp_path: Path, *, port: int = PORT, model: str = "tiny-qwen3"
 ) -> Iterator[Any]:
-    """Run the service at the head; yield a function that returns the status of /ready.
+    """Run the service on the head; yield a function that returns the status code of /ready, or the
+    error.
 
     Args:
-        port: PORT runs ``dist-aclgraph serve``; SERVE_PORT runs Ray Serve.
+        port: with PORT, ``dist-aclgraph serve`` runs; with SERVE_PORT, Ray Serve runs.
     """
     settings = [f"{key}={value}" for key, value in CONFIGS[model].items()]
     log = (tmp_path / "service.log").open("w")
@@ -176,8 +178,8 @@ def serving(
         yield status
     finally:
         os.killpg(service.pid, signal.SIGTERM)
-        # The signal ends nsenter at once, but the service drains its requests before the service
-        # frees its port.
+        # The signal ends nsenter at once. The service first drains its requests, and then frees its
+        # port.
         wait_until(lambda: status().startswith("ConnectError"), "the service does not stop")
         print((tmp_path / "service.log").read_text()[-3000:])
 
@@ -261,7 +263,9 @@ def test_a_node_manager_that_hangs_is_found(hosts: Hosts, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("port", [PORT, SERVE_PORT], ids=["dist-aclgraph", "ray serve"])
 def test_a_host_that_is_drained_ends_no_request(hosts: Hosts, tmp_path: Path, port: int) -> None:
-    """``kubectl drain`` does the same: preStop hook, SIGTERM, and after a grace period SIGKILL."""
+    """The test drains the host as ``kubectl drain`` does: it runs the preStop hook, sends SIGTERM,
+    and after a grace period SIGKILL.
+    """
     drained = hosts.others[0]
     with serving(hosts, tmp_path, port=port) as status:
         load = Load(hosts, 32, 200, port=port)

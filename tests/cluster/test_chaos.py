@@ -1,4 +1,6 @@
-"""The rig of ``make chaos`` injects faults into a service on several hosts, and leaves nothing."""
+"""``make chaos`` injects faults into a service on several hosts, and leaves no process and no file
+behind.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ COMMAND = [sys.executable, "-u", "-m", "tools.chaos", "--nodes=3", "--seed=1"]
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """Yield a folder for all temporary files, with a short name because of its sockets."""
+    """Yield a folder for all temporary files. Its name is short, because the paths of sockets are
+    limited.
+    """
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         yield Path(folder)
 

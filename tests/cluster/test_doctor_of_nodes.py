@@ -1,4 +1,6 @@
-"""``dist-aclgraph doctor --cluster`` checks simulated nodes, even if a node stops answering."""
+"""``dist-aclgraph doctor --cluster`` checks all simulated nodes, even if one of them stops
+answering.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ SETTINGS = {**APART, **COPIES, "kv.transport": "hixl", "kv.closed_network": True
 
 
 def start_nodes(folders: pytest.TempPathFactory, names: list[str], num_npus: int) -> Nodes:
-    """Start nodes. For the emulator, each is a separate host, so links between them are RoCE."""
+    """Start nodes. The emulator treats each node as a separate host, so the links between nodes are
+    RoCE.
+    """
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     if scope.exists() and int(scope.read_text()) > 1:
         pytest.skip(f"{scope} lets no process access the memory of another one")
@@ -55,7 +57,9 @@ def counted(client: openai.OpenAI, name: str) -> float:
 
 
 def prompts_from(first: int, count: int) -> list[list[int]]:
-    """Return prompts that no other test of this module has, because the nodes keep the files."""
+    """Return ``count`` prompts that no other test of this module uses. The nodes keep the files of
+    earlier prompts.
+    """
     return [[number, *range(3, 100)] for number in range(first, first + count)]
 
 
@@ -71,7 +75,7 @@ def test_answers_are_those_of_one_node(nodes: Nodes) -> None:
 
 
 def test_a_transfer_that_does_not_end_changes_no_answer(nodes: Nodes) -> None:
-    """The timeout ends the link and the fetch; the prompt is computed."""
+    """After the timeout, the link and the fetch end, and the group computes the prompt itself."""
     fault = {"op": "adxl_transfer", "kind": "stall", "stall_s": 3600.0, "call": 3}
     prompts = prompts_from(10, 4)
     with service(nodes, {**SETTINGS, "device.emulator.fault": fault}) as (_, client):

@@ -1,4 +1,6 @@
-"""If the owner of a deployment on a joined cluster dies, another owner replaces it."""
+"""If the owner of a deployment dies, another owner replaces it, also on a Ray cluster that the
+owner only joined.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def ours(nodes: Nodes) -> dict[int, str]:
-    """Return the names of our actors' processes, by process id."""
+    """Return the process names of our actors, by process id."""
     found = {pid: processes.name_of(pid) for pid in nodes.actors}
     return {pid: name for pid, name in found.items() if name.startswith(ACTORS)}
 

@@ -1,4 +1,6 @@
-"""Processes of a group on two nodes die while the group uses all NPUs of the cluster."""
+"""Processes of a group on two nodes die. The group uses all NPUs of the cluster, so no other NPU is
+free.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def strike(program: Program, pid: int) -> Any:
-    """Kill a process while requests run; return the tokens of the requests."""
+    """Kill the process ``pid`` while requests run; return the tokens of the requests."""
     assert ask(program, "generate_and_tell", PROMPTS, NUM_TOKENS) == "running"
     os.kill(pid, signal.SIGKILL)
     tokens, num_resumed = program.read()

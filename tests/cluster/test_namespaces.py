@@ -1,7 +1,7 @@
-"""The scripts of cluster/ start Ray on three hosts, which share only a network.
+"""The scripts in cluster/ start Ray on three simulated hosts, which share only a network.
 
-The head has no NPUs; clients run on the head. Ranks on different hosts communicate over the
-emulator's sockets.
+The head has no NPUs, and clients run there. Ranks on different hosts exchange data over sockets of
+the emulator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 PORT = 8123
-LISTEN = "0A"  # the state of a listening socket in /proc/net/tcp
+LISTEN = "0A"  # code of the state "listening" in /proc/net/tcp
 CLIENT = """
 import json, sys
 import openai
@@ -121,7 +121,7 @@ def test_a_group_over_two_hosts_deletes_the_copies_in_the_memory_of_both(hosts: 
 
 
 def copies_of(node: Node) -> list[Path]:
-    """Return the folders with copies of KV in a host's memory."""
+    """Return the folders in which the host ``node`` keeps copies of KV in memory."""
     return list((node.files / "dev/shm").glob("dist-aclgraph-kv-*/*/*/"))
 
 

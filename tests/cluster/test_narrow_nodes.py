@@ -1,4 +1,4 @@
-"""Some nodes have fewer free NPUs than a group needs, and some NPUs must stay unused."""
+"""Some nodes have fewer free NPUs than a group needs, so that these NPUs must stay unused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_free_npus_that_no_group_can_use_do_not_count(nodes: Nodes) -> None:
         assert "a group takes 1 times 2 on one node" in refused
         assert time.monotonic() - begun_s < IN_A_RACK["timeouts.place_s"], "it waited for room"
 
-        # There are no NPUs for a new group until an old group has ended.
+        # No NPU is free for a new group until an old group has ended.
         assert ask(program, "roll", {"kv.num_blocks": 77}) == 77
 
         now, missing, *_ = ask(program, "where")

@@ -1,7 +1,7 @@
-"""Commands run on a host that looks like a host with NPUs: it has device nodes, a driver and CANN.
+"""Commands run on a simulated host with NPUs. It has the device files, a driver and CANN.
 
-A mount namespace simulates the host. It contains the emulator's libraries in place of CANN's, so
-all other code runs as on real NPUs.
+A mount namespace simulates the host. Only CANN's libraries are replaced by the emulator's; all
+other code runs as on real NPUs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SET_ENV = """
 export ASCEND_HOME_PATH=/usr/local/Ascend/cann ASCEND_OPP_PATH=/usr/local/Ascend/cann/opp
 export LD_LIBRARY_PATH={libraries} EMULATED_NPU="{settings}"
 """
-# A script whose arguments are an empty folder, the number of NPUs, CANN's set-up script, and a
-# command.
+# This script prepares the host, and runs a command on it. Its arguments are an empty folder, the
+# number of NPUs, CANN's set-up script, and the command.
 HOST = """
 set -e
 folder=$1 npus=$2 set_env=$3; shift 3
@@ -70,7 +70,9 @@ def chip(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def on_host(tmp_path: Path, chip: str) -> Run:
-    """Return a function that runs ``dist-aclgraph`` on a host with NPUs of this chip."""
+    """Return a function that runs ``dist-aclgraph`` on a simulated host whose NPUs have the chip
+    ``chip``.
+    """
     npus, expansion = CHIPS[chip]
     settings = f"devices={npus} soc={chip} cann=9.1.0 hbm_mb=62420 hccl_expansion={expansion}"
     set_env = tmp_path / "set_env.sh"

@@ -1,4 +1,6 @@
-"""Groups over two nodes each: one computes prompts, the other fetches their KV on both nodes."""
+"""Two groups, each over two nodes. One computes prompts. The other fetches the KV of these prompts
+on both of its nodes.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ LOADED = r"^dist_aclgraph_kv_copied_blocks_total\{.*outcome=\"loaded\".*\} (\S+)
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Four nodes with one NPU each, so that a group of two ranks needs two nodes. Each node has a
-    separate home folder, and keeps its copies there.
+    """Four nodes with one NPU each, so that a group of two ranks needs two nodes. Each node has its
+    own home folder, in which it keeps its copies of KV.
     """
 
     def node(name: str) -> dict[str, Any]:

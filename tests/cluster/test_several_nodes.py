@@ -1,4 +1,4 @@
-"""Deployments run on several nodes of a Ray cluster. The head has the clients, but no NPUs."""
+"""Deployments run on several nodes of a Ray cluster. Clients run on the head, which has no NPUs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ STREAM_TOKENS = 400
 
 
 class Deployed:
-    """A deployment that a program at the head starts and uses."""
+    """A deployment that a program on the head starts and uses."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -78,7 +78,9 @@ class Deployed:
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Each node with NPUs has a separate home folder, so that nodes share no files below it."""
+    """A cluster in which each node with NPUs has its own home folder, so that nodes share no files
+    there.
+    """
 
     def with_npus(name: str) -> dict[str, Any]:
         home = str(tmp_path_factory.mktemp(name))
@@ -109,7 +111,7 @@ def service(nodes: Nodes, overrides: dict[str, Any]) -> Iterator[tuple[Any, open
 
 
 def complete(client: openai.OpenAI, prompt: list[int]) -> str:
-    """Return the text of a greedy answer."""
+    """Return the text of the greedy completion of ``prompt``."""
     answer = client.completions.create(
         model="tiny-qwen3", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0,
         extra_body={"ignore_eos": True},
@@ -191,7 +193,7 @@ def test_no_channel_listens_at_a_wildcard(nodes: Nodes, spanning: Deployed) -> N
 
     found = {(host, port) for host, port in listening(nodes.actors) if port in PORTS}
 
-    assert len(found) == 4  # ports for plans, results, clients, and for joining the HCCL world
+    assert len(found) == 4  # ports for plans, for results, for clients, and to join the HCCL world
     assert {host for host, _ in found} == {leader}
 
 

@@ -14,7 +14,9 @@ CLUSTER = Path(__file__).parents[2] / "cluster"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Return a copy of the scripts without CANN, and with a ``ray`` that prints its arguments."""
+    """Return a folder with a copy of the scripts, no CANN, and a fake ``ray`` that prints its
+    arguments.
+    """
     shutil.copytree(CLUSTER, tmp_path / "cluster")
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)

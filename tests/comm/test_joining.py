@@ -1,4 +1,4 @@
-"""Joining a lockstep group: the address where its ranks connect, and the time limit of
+"""How ranks join a lockstep group: the address at which they connect, and the time limit of their
 collectives.
 """
 
@@ -24,7 +24,9 @@ open_npu(config.device, 0)
 
 
 def run_ranks(code: str, count: int, folder: Path) -> list[str]:
-    """Run code in one process per rank, with the rank as ``RANK``; return each process's output."""
+    """Run code in one process per rank; the variable ``RANK`` is its rank. Return each process's
+    output.
+    """
     outs = [folder / f"out{rank}" for rank in range(count)]
     processes = []
     for rank, out in enumerate(outs):

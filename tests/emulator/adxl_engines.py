@@ -1,4 +1,4 @@
-"""Programs with an engine of ``adxl::AdxlEngine``, for tests; each is on an emulated device."""
+"""Programs with an engine (``adxl::AdxlEngine``), for tests. Each uses an emulated device."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Engine:
-    """A process with an engine on an emulated device."""
+    """A process that has one engine, on an emulated device."""
 
     def __init__(self, program: Path, settings: dict, environment: dict, device: int):
         words = {"devices": 4} | settings
@@ -75,7 +75,9 @@ class Engine:
         self.wants("device", device)
 
     def answer(self, *words: object) -> list[int | str]:
-        """Make a call, and return its status and its values; ``text`` is the text of the error."""
+        """Make the call that ``words`` describe; return its status and its values. Set ``text`` to
+        the text of the error.
+        """
         assert self.process.stdin and self.process.stdout
         print(*words, file=self.process.stdin, flush=True)
         values, _, self.text = self.process.stdout.readline().rstrip("\n").partition("\t")
@@ -85,7 +87,7 @@ class Engine:
         return int(self.answer(*words)[0])
 
     def wants(self, *words: object) -> list[int | str]:
-        """Make a call that succeeds, and return its values."""
+        """Make a call, check that it succeeds, and return its values."""
         status, *values = self.answer(*words)
         assert status == OK, (words, status, self.text)
         return values
@@ -112,7 +114,7 @@ class Engine:
         self.wants("disconnect", peer.name, LONG_MS)
 
     def stop(self) -> None:
-        """Stop all threads of the process."""
+        """Stop all threads of the process with SIGSTOP."""
         self.process.send_signal(signal.SIGSTOP)
         threads = Path(f"/proc/{self.process.pid}/task")
         wait_until(
@@ -127,5 +129,7 @@ class Engine:
         self.process.wait()
 
     def move(self, peer: Engine, operation: int, *spans: int, timeout_ms: int = LONG_MS) -> int:
-        """Return the status of a transfer; a span is a local and a remote address, and a length."""
+        """Make a transfer, and return its status. Each span is a local address, a remote address
+        and a length.
+        """
         return self.status("transfer", peer.name, operation, timeout_ms, *spans)

@@ -1,4 +1,6 @@
-"""Comparison of an operator's results with plain torch, and of its errors with its rules."""
+"""Compares an operator's results with plain torch, and the text of its errors with the names of
+rules.
+"""
 
 from collections.abc import Callable
 
@@ -15,8 +17,8 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, scale: float = 1) -> Non
 
 
 def refused(rule: str, call: Callable[[], object], operator: str = "") -> None:
-    """Check that a call is refused, and that the error names the rule, and the operator if it is
-    given.
+    """Check that ``call`` is refused, and that the error names ``rule``, and also ``operator`` if
+    it is given.
     """
     with pytest.raises(RuntimeError) as error:
         call()
@@ -25,5 +27,5 @@ def refused(rule: str, call: Callable[[], object], operator: str = "") -> None:
 
 
 def refused_by(operator: str, rule: str, call: Callable[[], object]) -> None:
-    """Check that this operator refuses a call, and that the error names the rule."""
+    """Check that ``operator`` refuses ``call``, and that the error names ``rule``."""
     refused(rule, call, operator)

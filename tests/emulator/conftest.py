@@ -1,6 +1,6 @@
-"""The emulator in strict mode, in the process of the tests.
+"""Fixtures for tests of the emulator. The tests' own process uses the emulator in strict mode.
 
-Code that ends its process runs in another process.
+Code that ends its process, or needs other settings, runs in another process.
 """
 
 import json
@@ -38,7 +38,8 @@ torch.npu.set_device(rank)
 def pytest_configure(config: pytest.Config) -> None:
     """Load the emulator before pytest imports the test modules, which import torch_npu.
 
-    With ``-n``, other processes run the tests, so this process loads nothing.
+    If pytest runs with ``-n``, xdist's worker processes run the tests, so the main process loads
+    nothing.
     """
     emulator.build()
     has_others = config.getoption("tx", None) and not hasattr(config, "workerinput")
@@ -48,17 +49,20 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch_npu
 
     # With a task queue, torch_npu has a thread that wakes up ten thousand times a second, even if
-    # nothing runs. test_task_queue.py tests the queue in other processes. torch_npu reads the
-    # variable once. This call makes torch_npu read it before the fixture ``clean_environment``
-    # removes the variable. Earlier release series have no such call, so their queue is on.
+    # nothing runs. So the queue is off here; test_task_queue.py tests it in other processes.
+    # torch_npu reads the variable once. The call below makes torch_npu read it before the fixture
+    # ``clean_environment`` removes it. Older release series of torch_npu lack this call, so their
+    # queue stays on.
     os.environ["TASK_QUEUE_ENABLE"] = "0"
     getattr(torch_npu._C, "_npu_get_task_queue_enable", lambda: 0)()
 
 
 class Script:
-    """A running program. The program is forked, unless the test is about imports or exits.
+    """A running program. Its process is forked, unless the test is about imports or about the exit
+    of a process.
 
-    If a node is given, the program starts in the network namespace of this node, and is not forked.
+    If a node is given, the program is not forked, but started in the network namespace of this
+    node.
     """
 
     def __init__(
@@ -94,11 +98,13 @@ class Script:
             self._process.start()
 
     def output(self) -> str:
-        """Return the output that the program has printed up to now."""
+        """Return what the program has printed up to now."""
         return self._out.read_text() if self._out.exists() else ""
 
     def finish(self, timeout_s: float) -> tuple[int, str]:
-        """Return (exit status, output); a script that exceeds the limit is killed."""
+        """Wait for the end of the script; kill it after ``timeout_s`` seconds. Return (exit status,
+        output).
+        """
         status = self._wait(timeout_s)
         if status is None:
             self._process.kill()
@@ -120,7 +126,7 @@ class Script:
 def run_script(tmp_path_factory) -> Callable[..., tuple[int, str]]:
     """Run code in a separate process and return (exit status, output).
 
-    The process is forked from a process that has imported all packages, unless ``fresh`` is set.
+    Unless ``fresh`` is set, the process is forked from one that has already imported all packages.
     """
 
     def run(
@@ -141,14 +147,14 @@ def run_script(tmp_path_factory) -> Callable[..., tuple[int, str]]:
 def hosts() -> str:
     """Return one letter per rank, which names the rank's emulated host.
 
-    If there are more ranks than letters, the letters are repeated.
+    The letters are repeated if there are more ranks than letters.
     """
     return "a"
 
 
 @pytest.fixture
 def start_ranks(tmp_path_factory, hosts) -> Callable[..., list[Script]]:
-    """Start code once for each rank. With nodes, each node gets the same number of ranks."""
+    """Start code once for each rank. If nodes are given, each gets the same number of ranks."""
 
     def start(
         code: str,

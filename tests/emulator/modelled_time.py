@@ -1,4 +1,4 @@
-"""Code for scripts that run on a device with modelled time."""
+"""Code that tests put in front of their scripts for a device with modelled time."""
 
 HELPERS = """
 rates = emulator.rates()

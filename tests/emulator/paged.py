@@ -23,7 +23,9 @@ def reference(query, keys, values, heads, kv_heads, causal=False, mask=None):
 
 
 class Pages:
-    """A paged cache with random contents; it returns the tokens of each sequence in order."""
+    """A paged cache with random contents. It can return the keys and values of a sequence in the
+    order of its tokens.
+    """
 
     def __init__(self, lengths, kv_heads, dim, block_size, dtype):
         columns = max(-(-n // block_size) for n in lengths) + 1

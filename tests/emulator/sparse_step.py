@@ -1,11 +1,13 @@
-"""A step of sparse latent attention: requests in a paged cache, and calls of both operators."""
+"""A step of sparse latent attention: requests in a paged cache, and calls of its two operators,
+which choose keys and attend to them.
+"""
 
 import torch
 import torch_npu
 
 INDEX, LATENT, ROPE, TILE = 128, 512, 64, 128
 SCALE = 192**-0.5
-LENGTHS, QUERIES = (40, 5, 17), (3, 1, 16)  # numbers of keys and of query rows of each request
+LENGTHS, QUERIES = (40, 5, 17), (3, 1, 16)  # keys and query rows of each request
 
 
 def ints(*values):
@@ -13,7 +15,7 @@ def ints(*values):
 
 
 class Step:
-    """Requests with random rows, in pages of a cache whose other rows are NaN."""
+    """Requests with random rows in the pages of a cache. All other rows of the cache are NaN."""
 
     def __init__(
         self,
@@ -82,8 +84,8 @@ class Step:
         return torch_npu.npu_lightning_indexer(**on_device(options))[0]
 
     def pack(self):
-        """Return the latents and rotated keys of all pages as rows of int8: 512 values, the rotated
-        key, and a scale for each 128 values.
+        """Return the latents and rotated keys of all pages as rows of int8. A row contains 512
+        values, the rotated key, and one scale for each 128 values.
         """
         latents = self.pages["latent"].float().unflatten(-1, (-1, TILE))
         scales = latents.nan_to_num().abs().amax(-1) / 127
@@ -113,7 +115,9 @@ class Step:
         return torch_npu.npu_kv_quant_sparse_flash_attention(**options)
 
     def attend_to_all(self, chosen, keys, kv_ends, **changes):
-        """Attend to keys that follow each other; return the result, and the rows' sums."""
+        """Attend to keys that are not paged (layout TND); return the result, and for each row its
+        greatest score and its sum of exponentials.
+        """
         options = {
             "key": keys["latent"],
             "key_rope": keys["rope"],

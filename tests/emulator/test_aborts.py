@@ -1,5 +1,5 @@
-"""torch_npu's calls can abort the tasks of a device. The tests show which state is lost, which
-state remains, and how ranks continue.
+"""Calls of torch_npu can abort the tasks of a device. The tests show which state is lost, which
+state remains, and how ranks continue afterwards.
 """
 
 import re
@@ -8,7 +8,8 @@ import pytest
 
 from tests.slow import slow
 
-# The script has a graph with a collective, which has run once, and the three calls for recovery.
+# The beginning of each script. It captures a graph with a collective that has run before, and
+# defines the three calls for recovery.
 RANKS = """
 dist.init_process_group("hccl")
 x, out = torch.ones(64, device="npu"), torch.zeros(64, device="npu")
@@ -157,10 +158,10 @@ def test_ranks_of_several_hosts_go_on_behind_what_lies_in_their_sockets(start_ra
 
 
 def test_a_message_that_is_aborted_before_its_receiver_reads_it_never_arrives(run_ranks):
-    """HCCL alternates between two sets of counters at each abort.
+    """At each abort, HCCL changes between two sets of counters.
 
-    So the test aborts several times: a counter that was not reset has an effect only after the
-    second abort.
+    A counter that was not reset has an effect only when its set is used again, so the test aborts
+    several times.
     """
     results = run_ranks(
         RANKS

@@ -1,6 +1,6 @@
 """Transfers between devices of two processes (adxl::AdxlEngine): bytes, refusals, timeouts, faults.
 
-The rules are those of CANN's documents of the calls. Two programs in C++ make the calls.
+The rules are those of CANN's documentation of these calls. Two programs in C++ make the calls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def program(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def start(program) -> Iterator[Callable[..., Engine]]:
-    """Start an engine's process: device, settings of the emulator, variables in capitals."""
+    """Yield a function that starts the process of an engine. Its arguments are settings of the
+    emulator, and, in capitals, environment variables.
+    """
     engines: list[Engine] = []
     devices = itertools.count()
 
@@ -103,7 +105,7 @@ def test_memory_outside_registered_ranges_is_refused_before_a_byte_moves(pair, p
         assert a.move(b, READ, mine, yours, 8, *spans) == INVALID
         assert "register" in a.text or "no address" in a.text
     assert a.bytes_at(mine, 64) == "1*64"
-    assert a.move(b, READ, mine, yours, 8) == OK  # such a refusal does not break the link
+    assert a.move(b, READ, mine, yours, 8) == OK  # the refusals above did not break the link
 
 
 def test_memory_that_is_not_of_the_device_cannot_be_registered(start):
@@ -218,7 +220,7 @@ def test_a_transfer_after_its_timeout_goes_on_until_the_link_is_closed(start):
     mine = c.memory(2 * MIB, 1)
     c.link(b)
     assert c.move(b, READ, mine, yours, 10, timeout_ms=100) == TIMEOUT
-    c.unlink(b)  # returns during the stall, and voids the transfer
+    c.unlink(b)  # returns during the stall, and cancels the transfer
     c.link(b)
     assert c.bytes_at(mine, 10) == "1*10"
     assert c.move(b, READ, mine + 100, yours, 10) == OK

@@ -1,4 +1,6 @@
-"""A law: any calls of three engines of ``adxl`` do what a model of the documents does."""
+"""Law: any sequence of calls of three ``adxl`` engines has the results that a model of CANN's
+documents gives.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ ARENA = 1024
 PLACES = st.sampled_from([0, 1, 255, 256, 257, 511, 512, 513])
 LENGTHS = st.sampled_from([1, 255, 256, 257, 512])
 ENGINES = st.integers(0, 2)
-# A span is in or near a range of each end: indices of both ranges, a shift, a change of the length.
+# A span lies in, or near, a registered range at each end. It is drawn as the indices of both
+# ranges, a shift of its local place, and a change of its length.
 SHIFTS = st.sampled_from([0, 0, 0, 0, 0, 1, -1])
 SPANS = st.lists(
     st.tuples(st.integers(0, 8), st.integers(0, 8), SHIFTS, SHIFTS), min_size=1, max_size=3
@@ -43,7 +46,7 @@ OTHERS = st.one_of(
     st.tuples(st.just("disconnect"), ENGINES, ENGINES),
     st.tuples(st.just("fill"), ENGINES, PLACES, LENGTHS, st.integers(0, 255)),
 )
-# Most random calls are refused, so the first calls make ranges and links.
+# Engines refuse most random calls, so the first calls register ranges and make links.
 CALLS = st.tuples(
     st.lists(REGISTER, min_size=4, max_size=9),
     st.lists(CONNECT, min_size=2, max_size=6),
@@ -53,7 +56,7 @@ CALLS = st.tuples(
 
 
 class Model:
-    """A model of three engines, by the documents. Each engine has an arena of memory."""
+    """A model of three engines, made from CANN's documents. Each engine has one arena of memory."""
 
     def __init__(self) -> None:
         self.memory = [bytearray([number + 1] * ARENA) for number in range(3)]
@@ -81,7 +84,7 @@ class Model:
         return NOT_CONNECTED if self.links.pop((client, server), None) is None else OK
 
     def spans(self, pair: tuple[int, int], wanted: list) -> list[tuple[int, int, int]]:
-        """Return places and a length for each wanted span."""
+        """Return, for each wanted span, its place at both ends and its length."""
         found = []
         mine, yours = self.links.get(pair, ([], []))
         for a, b, shift, more in wanted:
@@ -151,7 +154,7 @@ def test_any_calls_do_what_a_model_does(three_engines, calls):
             model.memory[number][place : place + length] = bytes([more[2]] * length)
         else:
             peer, chosen, operation, wanted = more
-            if model.links and chosen:  # with 0, the engines need no link
+            if model.links and chosen:  # with 0, the two engines may have no link
                 number, peer = sorted(model.links)[chosen % len(model.links)]
                 engine, arena = engines[number], arenas[number]
             spans = model.spans((number, peer), wanted)

@@ -1,4 +1,6 @@
-"""Attention over disjoint subsets (shares) of the keys: log-sum-exps, empty shares, and merging."""
+"""Attention over disjoint subsets (shares) of the keys: log-sum-exps, shares without keys, and the
+merging of results.
+"""
 
 import math
 
@@ -14,7 +16,8 @@ from tests.emulator.paged import (
     reference,
 )
 
-# This log-sum-exp is finite, so that a row without keys in all shares becomes zero, and not NaN.
+# The log-sum-exp of a row without keys. It is finite, so that a row that has no keys in any share
+# becomes zero, and not NaN.
 FAR_BELOW = -3.4e38
 NAME = "aclnnAttentionUpdate"
 
@@ -32,7 +35,7 @@ def merge(lse, outs, update_type=0):
 
 
 def merged(lse, outs):
-    """Return the result of the formula in the operator's document, in float32."""
+    """Merge ``outs`` by the formula in the operator's document, in float32."""
     lse, outs = torch.stack(lse), torch.stack([out.float() for out in outs])
     total = lse.logsumexp(0)
     return ((lse - total).exp()[..., None] * outs).sum(0), total
@@ -153,13 +156,13 @@ def test_single_rows_without_keys_have_a_finite_log_sum_exp(layout):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_decode_over_shares_of_the_cache_equals_decode_over_all(rows):
-    """The cache is split into two shares. One share has no token of the first sequence."""
+    """The cache is split into two shares. The second share has no token of the first sequence."""
     heads, kv_heads, dim, lengths = 4, 2, 64, [3, 41]
     pages = Pages(lengths, kv_heads, dim, 16, torch.bfloat16)
     query = torch.randn(2 * rows, heads, dim).bfloat16()
     found = []
-    # Numbers of tokens in each share: the first share has the first tokens, and the second share
-    # has all later tokens.
+    # For each sequence, its number of tokens in the first share, which are its first tokens. All
+    # later tokens are in the second share.
     for held in ([3, 25], [0, 16]):
         share = Pages(held, kv_heads, dim, 16, torch.bfloat16)
         for b, n in enumerate(held):
@@ -183,9 +186,10 @@ def test_decode_over_shares_of_the_cache_equals_decode_over_all(rows):
 
 @pytest.mark.parametrize("first,second", [([40, 40], [1030, 1]), ([1500, 900], [1, 0])])
 def test_updates_cross_the_lengths_at_which_tilings_change(first, second):
-    """An update must not change the type of a kernel, but all attention kernels have the same type.
+    """An update of a task must not change its type of kernel. All attention kernels have the same
+    type.
 
-    So an update may change a task to any lengths.
+    So an update may change the lengths of a task to any values.
     """
     pages = Pages([1500, 1500], 2, 64, 128, torch.bfloat16)
     arguments = paged_arguments(torch.randn(2, 4, 64).bfloat16(), pages, [1, 1], 4, 2)
@@ -206,7 +210,7 @@ def test_updates_cross_the_lengths_at_which_tilings_change(first, second):
 
 
 def test_log_sum_exps_of_captured_attention_follow_its_updates():
-    """Some updates leave a sequence without keys; later updates give the sequence keys again."""
+    """Some updates leave a sequence without keys. Later updates give this sequence keys again."""
     pages = Pages([200, 200, 200], 2, 64, 128, torch.bfloat16)
     pages.lengths = [5, 5, 5]
     arguments = paged_arguments(torch.randn(3, 4, 64).bfloat16(), pages, [1] * 3, 4, 2, lse=True)

@@ -1,6 +1,6 @@
-"""Each release series of CANN refuses different calls of attention.
+"""Release series of CANN differ in the calls of attention that they refuse.
 
-A process for each series makes all calls, accepted and refused ones.
+For each series, one process makes all calls.
 """
 
 import json
@@ -47,7 +47,7 @@ LATENT = {"heads": 4, "kv_heads": 1, "dim": 512, "rope": True}
 LSE = LATENT | {"lse": True}
 TAKEN = "taken"
 
-# For each call: its result with CANN 8.5, and its result with CANN 9.
+# For each call: its arguments, its result with CANN 8.5, and its result with CANN 9.
 CASES = [
     ({}, TAKEN, TAKEN),
     ({"dtype": "float16"}, "query must be bfloat16 with TND on CANN 8.5", TAKEN),
@@ -71,7 +71,7 @@ CASES = [
      "has 2 query rows, more than its 0 keys"),
     ({"sparse": 2}, "sparse_mode must be 0, 3 or 4", "sparse_mode must be 0, 3 or 4"),
     ({"length": 0}, "must not be all zero", TAKEN),
-    # Both sequences use the same block, and the check counts it twice.
+    # Both sequences use the same block. CANN 8.5's check counts this block twice.
     ({"blocks": 1}, "need 2 blocks, the cache has 1", TAKEN),
     (LATENT, TAKEN, TAKEN),
     (LATENT | {"dtype": "float16"}, TAKEN, TAKEN),

@@ -1,5 +1,5 @@
-"""Captures in which several threads take part: no launch is lost, and queries return the right
-results.
+"""Several threads take part in a capture: no launch is lost, and queries of the capture's state
+return the right results.
 """
 
 import ctypes

@@ -1,4 +1,6 @@
-"""HCCL between processes: results, captures, mismatches, absent and dead ranks."""
+"""HCCL between processes: results, captures, calls that do not match, and ranks that are absent or
+dead.
+"""
 
 import re
 import time
@@ -82,7 +84,7 @@ print("ALL DONE")
 
 
 def leftovers(pids: list[str]) -> list[str]:
-    """Return the names of files in shared memory that these processes have not removed."""
+    """Return the names of files in shared memory that the processes ``pids`` have left behind."""
     return [p.name for pid in pids for p in Path("/dev/shm").glob(f"*emulated_hccl_{pid}_*")]
 
 
@@ -101,7 +103,7 @@ def test_collectives_eager_and_captured(run_ranks, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["a"])
 def test_collectives_of_programs_that_load_for_themselves(run_ranks):
-    """The ranks are new programs, not forks, so this test also covers imports and exits."""
+    """The ranks are new processes, not forks, so this test also covers imports and exits."""
     for status, output in run_ranks(ALL, 2, fresh=True):
         assert status == 0 and "ALL DONE" in output, output
 
@@ -152,8 +154,8 @@ os._exit(0)
 
 @pytest.mark.parametrize("ranks,hosts", [(2, "a"), (4, "a"), (4, "abab")])
 def test_collectives_of_shared_contexts_can_be_captured(run_ranks, ranks):
-    """The captured collectives are reduce-scatter, all-gather, and all-to-all with equal and with
-    given sizes.
+    """The captured collectives are reduce-scatter, all-gather, and all-to-all, both with equal
+    sizes and with given sizes.
     """
     for status, output in run_ranks(CAPTURED, ranks):
         assert status == 0 and "ALL DONE" in output, output
@@ -162,7 +164,9 @@ def test_collectives_of_shared_contexts_can_be_captured(run_ranks, ranks):
 @pytest.mark.parametrize("hosts", ["a", "aab", "abc"])
 @pytest.mark.parametrize("count", [5, 200000])
 def test_batches_of_sends_and_receives_wait_in_no_ring(run_ranks, count):
-    """Each rank first sends to both neighbours, more than a mailbox can hold, and then receives."""
+    """Each rank first sends more data to both neighbours than a mailbox can hold, and then
+    receives.
+    """
     results = run_ranks(
         f"""
         count = {count}
@@ -274,7 +278,7 @@ def test_a_killed_rank_is_reported_without_waiting_for_the_limit(run_ranks):
         os._exit(0)
         """,
         2,
-        hccl_s=600,  # so long that this time limit does not end the wait
+        hccl_s=600,  # so long that this limit does not end the wait
     )
     assert "HCCL: rank 1 of 2 is dead" in results[0][1], results[0][1]
     assert leftovers([re.search(r"PROCESS (\d+)", output)[1] for _, output in results]) == []

@@ -1,6 +1,8 @@
-"""The cost of attention over sharded caches in graphs, as scripts/context_layer.py counts it.
+"""The number of operators and collectives of attention over sharded caches; see
+scripts/context_layer.py.
 
-One run of each layout serves all its tests, because starting ranks takes most of the time.
+All tests of a layout share one run of the script, because the start of ranks takes most of the
+time.
 """
 
 import json
@@ -22,8 +24,8 @@ def done() -> dict:
 
 @pytest.fixture
 def layers(done, run_ranks):
-    """Return the counts of the first rank of a layout, with a sharded cache and with a whole
-    cache.
+    """Return the counts of a layout's first rank: with a sharded cache, and with a cache that is
+    not sharded.
     """
 
     def of(layout):

@@ -1,4 +1,4 @@
-"""The emulated device counts the stream ids of each owner, and graphs, waits and updates."""
+"""The emulated device counts stream ids by owner, graphs, waits of the host, and updates."""
 
 import time
 
@@ -12,7 +12,7 @@ OWNERS = ("streams", "captured", "cascaded", "domains", "graph_domains")
 
 
 def taken(before):
-    """Return the changes of the counters since ``before``, without waits of the host."""
+    """Return the changes of the counters since ``before``, except the count of the host's waits."""
     now = emulator.counters()
     changed = {key: now[key] - n for key, n in before.items() if now[key] != n}
     changed.pop("host_syncs", None)
@@ -69,7 +69,7 @@ def test_a_failed_capture_leaves_no_graph(x):
     before, graph = emulator.counters(), torch.npu.NPUGraph()
     with pytest.raises(RuntimeError), torch.npu.graph(graph):
         x.cpu()
-    graph.reset()  # up to now, the graph contains the calls that preceded the refused call
+    graph.reset()  # until now, the graph contains the calls before the refused one
     assert taken(before) == {}
 
 
@@ -177,7 +177,7 @@ def test_long_integers_that_have_no_kernel_run_on_the_ai_cpu(operator, call):
         lambda a: a.bool().cumsum(0, dtype=torch.int32),
         lambda a: a.float().scatter(0, a.clamp(max=1), a.float()),
         lambda a: a.int() // 2,
-        lambda a: a.sum(),  # the operators of November 2025 have an int64 kernel, too
+        lambda a: a.sum(),  # since November 2025, this operator has a kernel for int64, too
         lambda a: a.float().sort(),
         lambda a: torch.where(a < 2, a, a + 1),
     ],

@@ -1,6 +1,6 @@
 """The gated delta rule of linear attention, and the norm with 1 + gamma.
 
-Both are compared with transformers or with plain formulas.
+The results are compared with transformers, or with plain formulas.
 """
 
 import json
@@ -16,7 +16,7 @@ RECURRENT, CHUNK = "aclnnRecurrentGatedDeltaRule: ", "aclnnChunkGatedDeltaRule: 
 
 @pytest.fixture(scope="module")
 def qwen3_next():
-    """Return transformers' module of the model, which takes seconds to import."""
+    """Import transformers' module of Qwen3-Next, which takes seconds, and return it."""
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     return modeling_qwen3_next
@@ -52,7 +52,8 @@ def on_device(options):
 
 
 def expected(rule, inputs, rows, state):
-    """Return transformers' results for the tokens in ``rows``, and the state after these tokens.
+    """Return transformers' results for the tokens in ``rows``, and the state after the last of
+    them.
 
     States are [.., keys, values], in the type of the inputs or in float32.
     """
@@ -66,7 +67,9 @@ def expected(rule, inputs, rows, state):
 
 
 def recurrent(inputs, states, lengths, slots, accepted, **changes):
-    """Run the operator on valid arguments with ``changes``; return results and states."""
+    """Run the operator on valid arguments, some of them replaced by ``changes``; return results and
+    states.
+    """
     options = inputs | {
         "state": states,
         "actual_seq_lengths": lengths,
@@ -133,8 +136,8 @@ def test_without_g_nothing_decays():
     assert torch.equal(out, want) and torch.equal(after, state)
 
 
-# The script gives the operator one decay per channel. torch_npu's documentation excludes such
-# decays, so the setting ``admit`` removes the rule.
+# The script gives the operator one decay per channel. torch_npu's documentation excludes this, so
+# the setting ``admit`` switches the emulator's rule off.
 CHANNELS = """
 torch.manual_seed(3)
 q, k = (torch.nn.functional.normalize(torch.randn(4, 2, 128), dim=-1).bfloat16() for _ in "qk")
@@ -327,8 +330,8 @@ def test_chunk_refuses(rule, changes):
     assert CHUNK in str(error.value) and rule in str(error.value)
 
 
-# CANN does not check these bad values, because they are in device tensors. Each case stops its
-# device, so each case needs a separate device.
+# CANN does not check these values, because they are in tensors on the device. Each case stops its
+# device, so each case uses another device.
 BAD_VALUES = [
     ("num_accepted_tokens[0] is 0, not 1 to 3", [3, 1], [1, 2, 3, 4], [0, 1], -1.0),
     ("num_accepted_tokens[1] is 2, not 1 to 1", [3, 1], [1, 2, 3, 4], [1, 2], -1.0),

@@ -1,5 +1,5 @@
-"""A communicator cannot be destroyed during a call. If a communicator is destroyed while ranks wait
-in it, the waits end; counters show whether graphs or tasks still used it.
+"""A communicator cannot be destroyed during a call of it. If it is destroyed while ranks wait in
+it, the waits end. Counters show whether graphs or tasks still used a destroyed communicator.
 """
 
 import re

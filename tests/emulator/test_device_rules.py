@@ -1,4 +1,6 @@
-"""The settings ``admit`` and ``refuse`` replace the emulator's rules by a real device's rules."""
+"""The settings ``admit`` and ``refuse`` switch single rules of the emulator off and on, as a real
+device has them.
+"""
 
 import json
 
@@ -50,11 +52,12 @@ for probe in PROBES:
 
 def test_a_file_admits_each_rule_that_a_probe_asks_about(run_script, tmp_path):
     parts = [probe.rule for probe in PROBES if probe.rule]
-    parts.append("CANN 8.5 does not have this operator")  # one call breaks this rule, too
+    parts.append("CANN 8.5 does not have this operator")  # one of the calls also breaks this rule
     rules = tmp_path / "rules.toml"
     rules.write_text(f"[settings]\nadmit = {json.dumps(parts)}\n")
 
-    # The kernels are skipped, because the emulator's arithmetic has limits that the calls exceed.
+    # The operators compute nothing here, because the emulator's arithmetic has limits that some
+    # calls exceed.
     status, output = run_script(EVERY_RULE, rules=str(rules), cann="8.5.0", kernels="skip")
 
     assert status == 0, output

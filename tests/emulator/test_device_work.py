@@ -37,9 +37,10 @@ def measure(name, operator):
 
 @pytest.fixture
 def microseconds(run_script):
-    """Run code that calls ``measure``; return the time of each call.
+    """Return a function that runs code with calls of ``measure``, and returns their times in
+    microseconds.
 
-    The time does not contain the gap between two kernels.
+    The times do not contain the gaps between kernels.
     """
 
     def run(code, **settings):

@@ -1,4 +1,6 @@
-"""Dummy weights: no weight file is read, so a small machine can run the shapes of a large model."""
+"""With dummy weights, no file of weights is read. So a small machine can run a large model's
+shapes.
+"""
 
 import json
 
@@ -61,5 +63,5 @@ def test_dummy_weights_are_counted_and_take_no_memory(run_script, tmp_path):
 
 def test_int8_takes_half(run_script, tmp_path):
     told = load(run_script, tmp_path, quantises=True)
-    assert 8.5 < told["noted_gib"] < 9.5  # half of the bytes; embedding and head are not quantised
+    assert 8.5 < told["noted_gib"] < 9.5  # int8 halves all weights except embedding and head
     assert told["resident_gib"] < 1

@@ -1,6 +1,7 @@
 """Layers of experts over tensor and data parallel ranks, run by scripts/expert_layer.py.
 
-One run of each layout serves all its tests, because starting ranks takes most of the time.
+All tests of a layout share one run of the script, because the start of ranks takes most of the
+time.
 """
 
 import json
@@ -22,7 +23,9 @@ def done() -> dict:
 
 @pytest.fixture
 def results(done, run_ranks):
-    """Return a function that returns what the ranks of a layout have printed."""
+    """Return a function that returns what the ranks of a layout printed; it runs the script once
+    per layout.
+    """
 
     def of(layout, *algorithm, **settings):
         key = (*layout, *algorithm)
@@ -68,14 +71,15 @@ class TestEveryExchange:
 
 @pytest.mark.parametrize("check", ["sum mc2", "replay mc2", "overlap mc2", "int8 mc2"])
 def test_without_a_mask_padding_travels_like_tokens(results, check):
-    # Strict mode is off, because an A2's hierarchy algorithm is documented for at least 16 ranks.
+    # Strict mode would refuse this: the hierarchy algorithm of an A2 is documented for at least 16
+    # ranks.
     assert_no_problems(results((2, 2), "hierarchy", strict=False), check)
 
 
 def test_lanes_have_the_entries_that_the_budget_counts(results):
     # In each of the two layers, three operators of the shared experts run on the side lane: two
-    # products and the activation. EXPERTS includes these three operators, but the main lane of the
-    # graph does not. So the test adds them to the main lane.
+    # products and the activation. ``EXPERTS`` counts them, too. So the test adds them to the count
+    # of the main lane.
     (first, *_), beside = results((2, 2)), SHARED - 2
     for kind, more in [("all_gather", GATHER), ("all_to_all", ALL_TO_ALL)]:
         main, *others = first["lanes"][kind]

@@ -1,4 +1,4 @@
-"""Injected faults: the n-th call of an operator fails or stalls, on one rank or on all."""
+"""Injected faults: the n-th call of an operator fails or stalls, on one rank or on all ranks."""
 
 import re
 

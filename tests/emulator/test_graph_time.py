@@ -1,4 +1,4 @@
-"""Modelled time of graphs: nodes and lanes of replays, and updates of tasks."""
+"""Modelled time of graphs: the nodes and lanes of a replay, and updates of tasks."""
 
 import pytest
 
@@ -78,7 +78,9 @@ def test_lanes_that_take_turns_need_no_threads(told, captured):
     ],
 )
 def test_lanes_that_run_side_by_side_have_threads(told, captured):
-    """If one lane waits for a peer or for the host, only the thread of this lane may wait."""
+    """Lanes need their own threads: while one lane waits for a peer or for the host, the others
+    must go on.
+    """
     opens = ""
     assert told(LANES.format(captured=captured, opens=opens), wait_s=5)["num_lane_threads"] == 1
 
@@ -131,12 +133,12 @@ UPDATES = """
     ],
 )
 def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp_path, learns):
-    """In an update, CANN's host code computes a tiling, which takes modelled time.
+    """In an update, CANN's host code computes a tiling. On the emulator, this takes modelled time.
 
-    The host thread sleeps once for several updates, for their total time.
+    The host thread sleeps only once for several updates, as long as all of them take together.
     """
     rates = tmp_path / "rates.json"
-    rates.write_text('{"update_us": 300}')  # far more than the emulator itself takes on the host
+    rates.write_text('{"update_us": 300}')  # far more than the emulator's own code needs
     t = told(
         UPDATES
         + f"""
@@ -159,7 +161,7 @@ def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp
         rates=str(rates),
     )
     assert t["host_us"] >= 900
-    assert t["queued_us"] >= 900  # later tasks are queued only after the updates
+    assert t["queued_us"] >= 900  # updates delay the tasks after them
 
 
 @pytest.mark.parametrize("where", ["update()", "exec(in_a_thread)"])
@@ -191,7 +193,8 @@ def test_work_queued_after_updates_runs_after_them_from_any_thread(
         rates=str(rates),
     )
     assert t["host_us"] >= 900
-    # With a task queue, torch_npu's thread records the first event later.
+    # With a task queue, torch_npu's thread records the first event late, so that one update
+    # precedes it.
     assert t["queued_us"] >= 900 - (task_queue == "1") * 300
 
 

@@ -1,4 +1,6 @@
-"""Captured graphs: replay equals eager execution, streams become lanes, updates, refused calls."""
+"""Captured graphs: a replay equals eager execution, streams become lanes, tasks can be updated, and
+some calls are refused.
+"""
 
 import time
 
@@ -48,7 +50,7 @@ def test_two_streams_are_ordered_by_their_events():
 
 
 class Updatable:
-    """A graph that computes z = (2 x + scalar) * 10; the captured scalar can be updated."""
+    """A graph that computes z = (2 x + scalar) * 10. An update can change the scalar."""
 
     def __init__(self):
         self.x, self.z = torch.ones(4, device="npu"), torch.zeros(4, device="npu")
@@ -135,9 +137,9 @@ def recorded_event():
 
 
 def ask(event):
-    """Query the event until torch_npu's queue no longer contains its record.
+    """Query the event until torch_npu's task queue no longer contains the recording of this event.
 
-    Until then, torch_npu answers queries without a call of CANN.
+    Until then, torch_npu answers queries itself, without a call of CANN.
     """
     for _ in range(200):
         event.query()

@@ -1,4 +1,4 @@
-"""CANN's Python package ``hixl`` on the emulated NPU, with the names of its sources."""
+"""CANN's Python package ``hixl`` on the emulated NPU. Names are those of its sources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAILED = 503900
 
 
 class Program:
-    """A process on an emulated device of an emulated host."""
+    """A process of ``hixl_program``, on an emulated device of an emulated host."""
 
     def __init__(self, host: str, **settings: object) -> None:
         scope = Path("/proc/sys/kernel/yama/ptrace_scope")

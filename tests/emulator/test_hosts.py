@@ -1,4 +1,4 @@
-"""HCCL between hosts: results are the same bytes as on one host, only peers with the secret are
+"""HCCL between hosts: results have the same bytes as on one host, only peers with the secret are
 admitted, and the root listens at the selected address.
 """
 
@@ -14,7 +14,7 @@ from tests.ports import free_ports
 
 @pytest.fixture(autouse=True)
 def forgotten_roots() -> Iterator[None]:
-    """Remove the files of roots that no rank has joined, as the next start of an emulator does."""
+    """Remove the files of roots that no rank has joined, as an emulator does when it starts."""
     yield
     for path in Path("/dev/shm").glob("meeting_of_emulated_hccl_*"):
         pid = path.name.removeprefix("meeting_of_emulated_hccl_").split("_")[0]
@@ -93,7 +93,7 @@ def test_all_results_have_the_same_bytes_on_one_and_on_several_hosts(run_ranks):
 
 def test_strangers_at_the_door_are_shut_out_and_nobody_waits_for_them(run_ranks):
     """The root limits the number of simultaneous connections. Before rank 1 joins, it opens more
-    connections than the limit, and sends no secret over them.
+    connections than this limit, without sending the secret.
     """
     root, other = free_ports(2)
     results = run_ranks(
@@ -137,7 +137,7 @@ def test_strangers_at_the_door_are_shut_out_and_nobody_waits_for_them(run_ranks)
         assert status == 0 and "ALL DONE" in output, output
 
 
-# A program that calls HCCL without torch_npu to make communicators.
+# A program that makes communicators by calls of HCCL, without torch_npu.
 BY_HAND = """
 import ctypes
 hccl, runtime = ctypes.CDLL("libhccl.so"), ctypes.CDLL("libascendcl.so")
@@ -242,7 +242,7 @@ def test_the_next_root_removes_files_of_a_killed_root(run_script):
     os.kill(os.getpid(), 9)
     """
     environment = {"HCCL_IF_IP": "127.0.0.1"}
-    # A root of another program on this machine may remove the files, too.
+    # The root of another program on this machine may have removed the files already.
     left = re.search(r"FILES (.+)", run_script(code, environment=environment)[1])
 
     run_script(code.replace("os.kill", "print"), environment=environment)
@@ -251,7 +251,9 @@ def test_the_next_root_removes_files_of_a_killed_root(run_script):
 
 
 def test_a_part_of_a_communicator_spans_hosts_as_well(run_ranks):
-    """HcclCreateSubCommConfig makes two communicators: of ranks 3 and 1, and of the other ranks."""
+    """HcclCreateSubCommConfig makes two communicators: one of ranks 3 and 1, and one of the other
+    ranks.
+    """
     results = run_ranks(
         BY_HAND.replace(", 2, rank == 0", ", 4, rank == 0")
         + """
@@ -313,7 +315,7 @@ def test_a_variable_of_hccl_that_cannot_be_followed_is_named(run_script, environ
 
 @pytest.mark.parametrize("rule", ["=lo", "lo", "^l", "^=lo", ""])
 def test_the_root_listens_at_the_interface_that_is_named(run_script, rule):
-    """The root listens at loopback only if the rule allows it and no other interface exists."""
+    """The root listens at loopback only if ``rule`` allows this and no other interface exists."""
     status, output = run_script(
         """
         import ctypes

@@ -71,7 +71,7 @@ def test_floats_times_int4(dtype, group, extra):
 
     weight = dequantised(values, call["antiquant_scale"], offset)
     assert out.dtype == dtype
-    if bias is None:  # the product equals the product of the dequantised weights, bit by bit
+    if bias is None:  # equal, bit by bit, to the product with dequantised weights
         assert torch.equal(out, torch.mm(call["x"].npu(), weight.npu()).cpu())
     want = call["x"].float() @ weight.float() + (0 if bias is None else bias.float())
     assert ((out.float() - want).abs() <= torch.finfo(dtype).eps * want.abs() + 1e-4).all()

@@ -1,4 +1,4 @@
-"""Tests how the emulator is built and loaded, and its settings."""
+"""The emulator's build, its loading, and its settings."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_wrong_settings_are_refused(run_script, settings, problem):
 
 
 def test_an_ordinary_process_ends_by_itself(run_script):
-    """A process that has not released its streams, graphs and memory exits normally."""
+    """A process exits normally even if it has not released its streams, graphs and memory."""
     status, output = run_script(
         """
         x, side = torch.ones(4).npu(), torch.npu.Stream()

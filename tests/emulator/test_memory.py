@@ -1,5 +1,5 @@
-"""New device memory is poisoned, the host cannot read device memory, and memory is counted and
-freed.
+"""New device memory is poisoned (filled with bytes 255), the host cannot read device memory, and
+memory is counted and freed.
 """
 
 import ctypes
@@ -31,15 +31,15 @@ def test_the_host_cannot_read_device_memory(run_script, expandable):
     """
 
     environment = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"} if expandable else {}
-    # torch_npu reads this variable at import.
+    # torch_npu reads this variable when it is imported.
     status, output = run_script(code, fresh=expandable, environment=environment)
     assert "REACHED" in output and status == -signal.SIGSEGV
 
 
 @pytest.mark.slow
 def test_a_segment_that_grows_is_poisoned_in_part(run_script):
-    """A segment that grows is poisoned like a new block of the same size: only in part. So an
-    allocation of gigabytes does not use gigabytes of the host's memory.
+    """Only a part of a large segment is poisoned, also when the segment grows. So an allocation of
+    gigabytes does not use gigabytes of the host's memory.
     """
     status, output = run_script(
         """
@@ -147,7 +147,7 @@ def test_memory_of_the_program_is_registered_once_and_counts_as_memory_of_the_ho
     assert register(address, 0, pinned) != 0
     assert register(None, 8192, pinned) != 0
     assert register(address, 8192, 0x1) != 0
-    assert register(middle, 100, mapped) != 0  # only memory that begins with a page is mapped
+    assert register(middle, 100, mapped) != 0  # memory must begin at a page to be mapped
     assert acl.aclrtHostUnregister(address) != 0
     assert location_type() == unregistered
 

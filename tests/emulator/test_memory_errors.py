@@ -1,5 +1,5 @@
-"""Memory that becomes faulty (UCE, 507053): which calls fail, what CANN reports, and how torch_npu
-repairs the memory.
+"""Memory becomes faulty (UCE, code 507053): some calls fail, CANN reports the error, and torch_npu
+can repair the memory.
 """
 
 import re
@@ -57,7 +57,7 @@ attempt("AGAIN", step)
         fault_offset=4 << 20,
     )
     assert status == 0, output
-    # Not all release series of torch_npu add CANN's reason, "[device mem error]".
+    # Only some release series of torch_npu add CANN's reason, "[device mem error]".
     assert re.search(r"STRUCK FAILED .*UCE ERROR, error code is 507053", output), output
     for line in (
         "TOLD True 100000",

@@ -1,4 +1,6 @@
-"""Attention in full graphs of mixed batches: empty queries, padding, updated lengths."""
+"""Attention in full graphs of mixed batches: requests without queries, padding, and updated
+lengths.
+"""
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ def assert_causal(out, query, pages, rows, lengths):
 @pytest.mark.parametrize(
     "rows,lengths",
     [
-        ([3, 0, 40, 1, 0, 1], [3, 0, 140, 70, 9, 1]),  # empty queries, with and without keys
+        ([3, 0, 40, 1, 0, 1], [3, 0, 140, 70, 9, 1]),  # some requests have no query
         ([0, 0, 2], [0, 5, 2]),
         ([5, 1, 4, 6, 0, 0, 0, 0], [30, 17, 4, 6, 0, 0, 0, 0]),  # the last requests are padding
     ],
@@ -107,17 +109,18 @@ def test_an_update_may_have_fewer_entries_only_with_fewer_rows_of_the_table():
 
     with pytest.raises(RuntimeError) as refusal:
         captured.update([4, 4, 4], [4, 4, 4])
-    # The end of the update also raises an error, whose context is the refusal.
+    # The refusal is followed by a second error at the end of the update, whose context is the
+    # refusal.
     assert "block_table has 4 rows for 3 sequences" in str(refusal.value.__context__)
 
 
 @pytest.mark.parametrize("rows", [1, 20])  # both algorithms of the kernel
 @pytest.mark.parametrize("junk", [float("nan"), float("inf")])
 def test_values_after_the_last_key_of_a_block_are_read(rows, junk):
-    query, pages = make([rows, 1], [40, 32])  # the second sequence ends at the end of a block
+    query, pages = make([rows, 1], [40, 32])  # the second sequence fills its last block
     last = pages.table[0, 40 // 16].item()
     pages.values[last, 40 % 16 + 2, 0, 5] = junk
-    pages.keys[last, 40 % 16 :] = junk  # the scores of these keys are overwritten
+    pages.keys[last, 40 % 16 :] = junk  # the kernel overwrites the scores of these keys
 
     options = {"sparse_mode": 3, "atten_mask": CAUSAL.npu()}
     out, _ = paged_attention(query, pages, [rows, 1], HEADS, KV_HEADS, **options)

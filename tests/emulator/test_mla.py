@@ -1,4 +1,4 @@
-"""Multi-head latent attention: its rotary embedding, cache writes, attention and small products."""
+"""Multi-head latent attention: rotary embedding, cache writes, attention and batched products."""
 
 import math
 
@@ -168,7 +168,7 @@ SCALE = 192**-0.5
 
 
 def latent_scores(query, rope, latent, key_rope, causal):
-    """Return the scores [heads, rows, tokens] of one sequence."""
+    """Return the attention scores [heads, rows, tokens] of one sequence."""
     scores = torch.einsum("qhd,kd->hqk", query.float(), latent)
     scores = (scores + torch.einsum("qhd,kd->hqk", rope.float(), key_rope)) * SCALE
     rows, length = scores.shape[1:]
@@ -192,7 +192,7 @@ def arrange(t, layout):
 
 
 def unarrange(out, layout, batch, rows):
-    """Return a result of the given layout as [batch, rows, heads, D]."""
+    """Rearrange a result of the given layout to [batch, rows, heads, D]."""
     source, _, target = layout.partition("_")
     shape = target or source
     if shape == "NBSD":
@@ -211,7 +211,7 @@ def latent_arguments(query, rope, pages, layout, lengths, **options):
     block_size = pages.latent.shape[1]
     latent, key_rope, table = pages.on_device
     source = layout.partition("_")[0]
-    if source == "BNSD":  # pages as [blocks, heads, block size, D]
+    if source == "BNSD":  # the pages have the shape [blocks, heads, block size, D]
         latent, key_rope = latent[:, None], key_rope[:, None]
     arguments = {
         "query": arrange(query, source).npu(),
@@ -335,7 +335,9 @@ def test_lengths_of_captured_latent_attention_change(layout, rows):
 
 
 def test_attention_with_rope_before_absorption():
-    """As in a prefill, keys are not paged, and a head has 128 plus 64 rotated elements."""
+    """As in a prefill, keys are not paged. A head has 128 elements without rotation, and 64 with
+    rotation.
+    """
     rows, heads = [5, 12], 4
     total = sum(rows)
     query, key, value = (torch.randn(total, heads, 128).bfloat16() for _ in range(3))

@@ -1,4 +1,6 @@
-"""The operator that prepares latent attention, compared with plain torch in float32 and float64."""
+"""The operator that computes the inputs of latent attention is compared with plain torch in float32
+and float64.
+"""
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ def bfloat16(*sizes, scale=1.0):
 
 
 class Case:
-    """The inputs of one call, on the host; ``call`` runs it on the device."""
+    """The inputs of one call of the operator, on the host. ``call`` runs the operator on the
+    device.
+    """
 
     def __init__(self, is_int8, hidden=HIDDEN, rank=RANK, heads=HEADS):
         torch.manual_seed(0)
@@ -39,7 +43,9 @@ class Case:
         self.slots = torch.tensor([17, 3, -1, 40, 16])
 
     def call(self, **changes):
-        """Return the two parts of the queries, and the two caches after the call."""
+        """Return the two parts of the queries (latent and rotated), and the two caches after the
+        call.
+        """
         caches = [cache.npu() for cache in self.caches]
         weights = {f"weight_{name}": to_nz(weight) for name, weight in self.weights.items()}
         arguments = {
@@ -71,7 +77,7 @@ class Case:
         return sums * row_scale * self.scales[name]
 
     def expected(self):
-        """Compute the same results with plain torch."""
+        """Compute the results of ``call`` with plain torch."""
         kv = self.product(self.x, "dkv_kr", self.x_scale)
         latents = norm(kv[:, :WIDTH], self.norms[1])
         keys = rotate(kv[:, None, WIDTH:], self.cos, self.sin)[:, 0]
@@ -98,7 +104,9 @@ def norm(rows, weight):
 
 
 def rotate(x, cos, sin):
-    """Rotate pairs of neighbours, [tokens, heads, 64]; the result has the first elements first."""
+    """Rotate pairs of neighbouring elements of [tokens, heads, 64]. The result contains the first
+    elements of all pairs, and then the second elements.
+    """
     first, second = x[..., ::2], x[..., 1::2]
     halves = torch.cat([first, second], -1)
     turned = torch.cat([-second, first], -1)
@@ -114,7 +122,7 @@ def test_queries_and_cache_are_those_of_separate_operators(is_int8):
     for got, wanted in zip(found, case.expected(), strict=True):
         assert got.dtype == torch.bfloat16 and got.shape == wanted.shape
         largest = wanted.float().abs().amax(-1, keepdim=True)
-        # An int8 value of a query's latent may be rounded to the other side.
+        # A value in the latent of a query may be rounded to the neighbouring int8 value.
         assert ((got.float() - wanted.float()).abs() <= largest * 2**-6).all()
     assert not found[2].view(-1, WIDTH)[[0, 1, 2, 18, 47]].any(), "other slots are unchanged"
 

@@ -1,5 +1,5 @@
-"""Operators of mixture-of-experts layers are compared with plain torch; the operators refuse
-arguments that their documents exclude.
+"""Operators of mixture-of-experts layers are compared with plain torch. They refuse arguments that
+their documents exclude.
 """
 
 import pytest
@@ -12,7 +12,9 @@ from tests.emulator.compare import FLOATS, assert_close, refused
 
 
 def gate(x, k, bias=None, groups=1, kept=1, by_two=False, sigmoid=True, scale=1.0):
-    """Return the weights, the chosen experts and all scores, in float32."""
+    """Return the weights of the chosen experts, their ids, and the scores of all experts, in
+    float32.
+    """
     scores = x.float().sigmoid() if sigmoid else x.float().softmax(-1)
     order = scores if bias is None else scores + bias.float()
     grouped = order.view(len(x), groups, -1)
@@ -40,7 +42,7 @@ def gate(x, k, bias=None, groups=1, kept=1, by_two=False, sigmoid=True, scale=1.
 )
 def test_gating(dtype, sigmoid, experts, k, groups, kept, by_two, biased):
     x = torch.randn(7, experts).to(dtype)
-    # The values are far apart, so that rounding cannot change the choice.
+    # The biases differ so much that rounding cannot change the choice of experts.
     bias = (torch.randperm(experts).float() * 2 / experts).to(dtype) if biased else None
 
     weights, chosen, scores = torch_npu.npu_moe_gating_top_k(
@@ -179,7 +181,9 @@ EXPERTS, CHOICES, HIDDEN, INNER = 8, 3, 32, 48
 
 
 class Layer:
-    """A layer of experts, computed by the operators, and by a sum over all experts in float32."""
+    """A layer of experts. Computed by the operators, and, as a reference, by a sum over all experts
+    in float32.
+    """
 
     def __init__(self, dtype):
         self.gate_up = (torch.randn(EXPERTS, HIDDEN, 2 * INNER) / 6).to(dtype)
@@ -211,7 +215,8 @@ class Layer:
         (rows,) = torch_npu.npu_grouped_matmul(
             [torch_npu.npu_swiglu(inner)], [down[first:end]], **products
         )
-        # All rows choose one expert, so no choice can be -1 (an expert of another rank).
+        # Mode 3, with all rows as the rows of one expert, allows an index of -1 (a choice of
+        # another rank's expert).
         return torch_npu.npu_moe_finalize_routing(
             rows[None], None, None, None, weights.to(x.dtype), index, None, drop_pad_mode=3
         )

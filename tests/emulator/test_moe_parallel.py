@@ -1,4 +1,4 @@
-"""Experts on several ranks: dispatch and combine over HCCL equal the sum over all experts."""
+"""Experts on several ranks: dispatch and combine over HCCL give the sum over all chosen experts."""
 
 import pytest
 
@@ -275,7 +275,7 @@ refused("x_active_mask with comm_alg hierarchy", comm_alg="hierarchy", expert_sc
 refused("comm_alg hierarchy without expert_scales", comm_alg="hierarchy")
 check(Layer(comm_alg="hierarchy")(*given)[0], *batch(4, 0))
 """
-    # Strict mode is off, because two ranks are fewer than the documented minimum of sixteen.
+    # Strict mode would refuse two ranks: the documented minimum is sixteen.
     assert_all_pass(run_ranks(SETUP + code, 2, devices=2, strict=False))
 
 
@@ -348,8 +348,8 @@ def run_with_buffers(run_ranks, code, variable_mb, **settings):
     assert_all_pass(run_ranks(code, 2, devices=2, environment=environment, **settings))
 
 
-# A buffer for 512 rows of 1024 elements, which choose 3 of 8 experts, on 2 ranks of an A3, has
-# 2 * (4 * 512 * 2 * 2560 + 3 * 512 * 2048) bytes, which are 26 MB.
+# On 2 ranks of an A3, 512 rows of 1024 elements that choose 3 of 8 experts need a buffer of 2 * (4
+# * 512 * 2 * 2560 + 3 * 512 * 2048) bytes, which is 26 MB.
 @pytest.mark.parametrize(
     ("cann", "rule"),
     [
@@ -387,7 +387,8 @@ stopped("AICORE exception: the communicator's buffer has 10 MB, and HCCL_BUFFSIZ
     run_with_buffers(run_ranks, SETUP + WITH_BUFFER + code, 20, cann="8.5.0", **A3)
 
 
-# A buffer for 256 rows of 64 elements has 2 * (256 * 2 * 3 * 128 + 2 MiB) bytes, over 4 MB.
+# 256 rows of 64 elements need a buffer of 2 * (256 * 2 * 3 * 128 + 2 MiB) bytes, which is over 4
+# MB.
 def test_the_kernel_of_an_a2_runs_beyond_a_small_buffer(run_ranks):
     code = """
 given = batch(256, 0)

@@ -1,4 +1,4 @@
-"""Operators that give rows to experts are compared with plain torch."""
+"""Operators that sort rows by their chosen experts are compared with plain torch."""
 
 import json
 
@@ -10,7 +10,9 @@ from tests.emulator.compare import refused
 
 
 def sorted_by_expert(experts, first, end):
-    """Return the flat positions of the choices of experts in the range, sorted by expert."""
+    """Return the flat indices of all choices of the experts from ``first`` to ``end``, sorted by
+    expert.
+    """
     flat = experts.flatten().tolist()
     active = [i for i, e in enumerate(flat) if first <= e < end]
     return sorted(active, key=lambda i: flat[i])
@@ -22,7 +24,7 @@ def sorted_by_expert(experts, first, end):
 def test_routing(dtype, first, end, kind):
     x = (torch.randn(9, 16) * 9).to(dtype)
     experts = torch.rand(9, 8).topk(3).indices.int()
-    experts[experts == 4] = 3  # so that one expert has no token
+    experts[experts == 4] = 3  # now no token chooses expert 4
     scale = torch.rand(9)
 
     rows, index, tokens, scales = torch_npu.npu_moe_init_routing_v2(
@@ -64,14 +66,14 @@ def test_routing_with_quantisation(dtype):
     source = torch.tensor(order) // 3
     step = x.float().abs().amax(-1) / 127
     want = torch.where(step[:, None] > 0, x.float() / step[:, None], 0.0)
-    want[5, :4] = torch.tensor([127, 3, -3, 2])  # halves are rounded away from zero
+    want[5, :4] = torch.tensor([127, 3, -3, 2])  # values like 2.5 are rounded away from zero
     assert rows.dtype == torch.int8 and rows.shape == (27, 64)
     assert torch.allclose(scales[: len(order)].cpu(), step[source])
     difference = (rows[: len(order)].cpu() - want[source]).abs()
-    assert (difference <= 0.57).all()  # at most 1 / 16 is cut from a quotient
+    assert (difference <= 0.57).all()  # the operator cuts at most 1 / 16 from a quotient
     fives = (source == 5).nonzero().flatten()
     assert torch.equal(rows.cpu()[fives, :4], want[5, :4].char().expand(len(fives), -1))
-    if dtype != torch.float32:  # the separate operator rounds halves differently
+    if dtype != torch.float32:  # the separate operator rounds values like 2.5 differently
         separate, _ = torch_npu.npu_dynamic_quant(x.npu())
         steps = rows[: len(order)].cpu().int() - separate.cpu()[source].int()
         assert steps.abs().max() <= 1
@@ -172,13 +174,15 @@ def test_without_strictness_ids_below_zero_do_what_the_kernel_does(run_script, c
     index, counts, rows = json.loads(output.partition("ROUTED ")[2])
     if cann == "8.5.0":  # negative ids are left out
         assert index == [3, 0, -1, -1, 2, 1, -1, -1] and counts == [2, 1, 1]
-    else:  # negative ids come first; the kernel writes no counts, so new memory keeps its -1
+    else:  # negative ids come first; without counts from the kernel, new memory keeps its -1
         assert index == [7, 4, 0, 1, 6, 5, 2, 3] and counts == [-1] * 3
         assert rows == [[2, 3], [2, 3], [6, 7], [6, 7]]
 
 
 @pytest.mark.parametrize("kernels", ["skip", "timed"])
 def test_without_arithmetic_ids_are_not_checked(run_script, kernels):
-    """Ranks exchange ids and rows in one tensor, which contains no values without arithmetic."""
+    """Ranks exchange expert ids and rows in one tensor. If the emulator skips arithmetic, this
+    tensor contains no valid ids.
+    """
     status, output = run_script(ROUTE, kernels=kernels)
     assert status == 0 and "ROUTED" in output, output

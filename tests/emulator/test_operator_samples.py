@@ -1,9 +1,10 @@
-"""For torch's own samples, an operator returns the same results as on the CPU, or it is refused.
+"""With torch's own sample inputs, each operator returns the same results as on the CPU, or it is
+refused.
 
-For each operator and type, `data/operator_samples.json` says whether the results were equal, and
-which operators of CANN, or torch_npu itself, refused samples. The test tries one sample of every
-fourth operator; with the hypothesis profile "full", it tries many samples of all operators. `python
-tests/emulator/test_operator_samples.py` writes the file again.
+For each operator and type, `data/operator_samples.json` records whether the results were equal, and
+what refused samples: operators of CANN, or torch_npu itself. The test tries one sample of every
+fourth operator. With the hypothesis profile "full", it tries many samples of all operators. `python
+tests/emulator/test_operator_samples.py` writes the file anew.
 """
 
 import json
@@ -23,7 +24,7 @@ LIST = HERE / "data" / "operator_samples.json"
 FEW, MANY = 1, 12
 PROCESSES = 2
 
-# Operators whose results cannot be equal; the name of each set is the reason.
+# Operators whose results cannot equal the CPU's. The name of each set tells the reason.
 RANDOM = {
     "bernoulli", "exponential", "multinomial", "nn_functional_fractional_max_pool2d",
     "nn_functional_fractional_max_pool3d", "normal", "normal_in_place", "normal_number_mean",
@@ -34,14 +35,14 @@ RANDOM = {
 UNWRITTEN = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
 }  # fmt: skip
-FLOAT32_FOR_FLOAT64 = {"double", "float_power", "to"}  # torch_npu also replaces float64 by float32
-# torch_npu computes gelu with tanh, and the masks of its dropout have one bit per element.
+FLOAT32_FOR_FLOAT64 = {"double", "float_power", "to"}  # torch_npu uses float32 for float64
+# torch_npu approximates gelu by tanh, and its masks for dropout have one bit per element.
 OTHER_FORM = {"nn_functional_gelu", "native_dropout_backward"}
 DIFFERENT = RANDOM | UNWRITTEN | FLOAT32_FOR_FLOAT64 | OTHER_FORM
 
 
 def try_operators(run_script, most, names):
-    """Try operators; return the script's verdict on each pair of an operator and a type.
+    """Try the operators ``names``; return the script's verdict for each operator and type.
 
     If an operator stops the device, a new process tries the remaining operators.
     """
@@ -60,7 +61,7 @@ def try_operators(run_script, most, names):
 
 
 def try_beside_each_other(run_script, most, names):
-    """Return the verdicts of ``try_operators``, from several processes at the same time."""
+    """Run ``try_operators`` in several processes at the same time; return all verdicts."""
     parts = [sorted(names)[i::PROCESSES] for i in range(PROCESSES)]
     with ThreadPoolExecutor(PROCESSES) as pool:
         done = pool.map(lambda part: try_operators(run_script, most, part), parts)
@@ -89,7 +90,7 @@ def test_samples_are_equal_or_refused_by_name(run_script):
 
 
 def write_list():
-    """Try many samples of all operators, and print the errors."""
+    """Try many samples of all operators, write the list of verdicts, and print the errors."""
     from conftest import Script
     from torch.testing._internal.common_methods_invocations import op_db
 

@@ -199,7 +199,9 @@ def test_an_operand_may_be_a_part_of_the_result(name: str) -> None:
 
 
 def test_quotients_of_integers_are_cut_to_an_integer_result() -> None:
-    """As in aclnn_div.cpp: the quotient is computed in floats. PyTorch refuses this on CPUs."""
+    """As in aclnn_div.cpp, the quotient is computed in floats, and then cut to an integer. PyTorch
+    refuses an integer result on CPUs.
+    """
     ints, others = torch.tensor([7, -7, 6], dtype=torch.int32), torch.tensor([2, 2, 3])
 
     got = ints.npu().div_(others.to(torch.int32).npu())
@@ -333,7 +335,7 @@ def test_out_variants():
 
 def test_random_numbers_follow_the_seed():
     def draw():
-        # Before release 2.13, torch_npu's default generator is unusable after a failed capture.
+        # Before release 2.13, a failed capture makes torch_npu's default generator unusable.
         given = {"generator": torch.Generator("npu").manual_seed(7)}
         uniform = torch.rand(1000, device="npu", **given)
         exponential = torch.empty(1000, device="npu").exponential_(**given)

@@ -1,7 +1,7 @@
-"""The part of the emulator that differs between CPU types also works on aarch64.
+"""The emulator's code that differs between CPU types also works on aarch64.
 
-If a compiler for aarch64 is installed, the tests compile this part. If a user-mode QEMU is
-installed, the tests also run the compiled program.
+If a compiler for aarch64 is installed, the tests compile this code. If a user-mode QEMU is
+installed, they also run it.
 """
 
 import shutil
@@ -41,7 +41,8 @@ static constexpr auto function = &call<uint64_t, uint64_t>;
 EMU_EXPORT(exported, function)
 """
 
-# Like torch_npu, this program finds the function by name, and declares the function's type itself.
+# Like torch_npu, this program looks the function up by its name, and declares the function's type
+# itself.
 CALLER = """
 #include <cstdint>
 #include <cstdio>
@@ -74,7 +75,9 @@ TOTAL = (
 
 
 def build_exported_call(compiler: str, folder: Path) -> list[str]:
-    """Build a program and a library that exports a function; return the paths of both."""
+    """Build a library that exports a function, and a program that calls it; return the paths of
+    both.
+    """
     (folder / "exported.cpp").write_text(EXPORTED)
     (folder / "caller.cpp").write_text(CALLER)
     includes = [f"-I{EMULATOR / 'src'}", f"-I{ACL_HEADERS}", f"-I{ACL_HEADERS / 'acl'}"]
@@ -91,7 +94,7 @@ def build_exported_call(compiler: str, folder: Path) -> list[str]:
 def user_mode_qemu() -> list[str] | None:
     """Return the command that runs a program for aarch64 on this machine.
 
-    The program uses the libraries of the aarch64 compiler.
+    Programs then load the shared libraries that belong to the aarch64 compiler.
     """
     programs = ("qemu-aarch64-static", "qemu-aarch64")
     if not (qemu := next(filter(None, map(shutil.which, programs)), None)):

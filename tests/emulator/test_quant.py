@@ -44,7 +44,9 @@ def test_dynamic_quant_refuses():
 
 
 def steps(rows):
-    """The values and scales of rows in int8, by the formulas of the fused operators' documents."""
+    """Quantise rows to int8 by the formulas in the fused operators' documents; return values and
+    scales.
+    """
     scale = rows.abs().amax(-1) / 127
     return torch.where(scale[:, None] > 0, rows / scale[:, None], 0.0).round(), scale
 
@@ -61,7 +63,8 @@ def rms_norm(x, gamma):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * gamma.float()
 
 
-# torch_npu accepts a call without a mask since release 2.13, which is the first with ``_sleep``.
+# torch_npu accepts calls without a mask since release 2.13, which is also the first release with
+# ``_sleep``.
 MASKS = [[True, False], *([None] if hasattr(torch.npu, "_sleep") else [])]
 
 
@@ -88,8 +91,9 @@ def test_a_quantised_norm_is_that_of_the_sum_before_it_is_rounded(dtype, mask):
 
 
 def test_a_quantised_norm_is_within_two_steps_of_norm_and_quantisation():
-    # Norm and quantisation round twice to bfloat16. Each rounding changes the element, and the
-    # largest element, by at most 1 / 256. The sum, 127 * 4 / 256, is less than two steps.
+    # Separate norm and quantisation round to bfloat16 twice. Each rounding changes an element, and
+    # the row's largest element, by at most 1 / 256. Together, these four errors are at most 127 * 4
+    # / 256, which is less than two steps of int8.
     x, residual, gamma = (torch.randn(*s).bfloat16() for s in ((64, 256), (64, 256), (256,)))
 
     values, scale, total = quantised_norm(x, residual, gamma)
@@ -135,7 +139,7 @@ def test_a_quantised_swiglu(left):
 
 
 def test_a_quantised_swiglu_is_within_a_step_of_swiglu_and_quantisation():
-    # Only the result of SwiGLU is rounded between the two operators.
+    # Between the separate operators, only the result of SwiGLU is rounded.
     x = torch.randn(64, 512).bfloat16()
 
     values, scale = quantised_swiglu(x)

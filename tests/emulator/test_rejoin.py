@@ -1,10 +1,10 @@
-"""The process of a rank dies. A new process replaces the dead process, and all ranks continue with
-new communicators and new graphs.
+"""The process of a rank dies. A new process replaces it, and all ranks continue with new
+communicators and new graphs.
 """
 
 import re
 
-# Ranks 0 and 1 outlive the first process of rank 2. They join the second process of rank 2 with a
+# Ranks 0 and 1 outlive the first process of rank 2. They meet the second process of rank 2 over a
 # new store.
 RANKS = """
 import datetime
@@ -100,8 +100,8 @@ def test_two_of_three_go_on_with_another_third(start_ranks, tmp_path):
     for rank, script in enumerate([*first[:2], second]):
         status, output = script.finish(90)
         assert status == 0, output
-        # Each rank starts with the value 2 * 3. First all three ranks sum their values, then ranks
-        # 0 and 1, then ranks 1 and 2.
+        # Each rank starts with the value 2 * 3 = 6. First, all three ranks sum their values; then
+        # ranks 0 and 1 sum theirs; then ranks 1 and 2.
         assert f"SUM [{[36.0, 54.0, 54.0][rank]}]" in output, output
         if rank < 2:
             assert re.search("FAILED .*(rank 2 of 3 is dead|FORCE STOP)", output), output

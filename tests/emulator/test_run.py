@@ -1,4 +1,6 @@
-"""``python -m dist_aclgraph.device.emulator run`` runs any program, whatever it imports first."""
+"""``python -m dist_aclgraph.device.emulator run`` runs any program on the emulator, whatever the
+program imports first.
+"""
 
 import os
 import subprocess

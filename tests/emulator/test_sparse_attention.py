@@ -1,4 +1,6 @@
-"""Sparse latent attention: the choice of keys, attention to the chosen latents, and layer norms."""
+"""Sparse latent attention: the choice of keys, attention to the latents of chosen keys, and layer
+norms.
+"""
 
 from pathlib import Path
 
@@ -109,7 +111,7 @@ def test_attention_to_the_chosen_latents(dtype, heads, count, block_size):
 
 
 def test_rows_before_and_after_the_largest_choice():
-    """The last row of the second request has one key more than the operator can choose."""
+    """The second request ends with a row that sees one key more than the operator can choose."""
     step = Step(heads=1, index_heads=1, block_size=128, key_lengths=(2047, 2049), queries=(1, 2))
     chosen = step.choose(2048).cpu()
 
@@ -163,7 +165,7 @@ def test_the_whole_cache_as_one_request_whose_choices_are_slots():
 
 
 def assert_sums(step, chosen, greatest, sums):
-    """Check the sums of all rows that have keys."""
+    """Check the greatest scores and the sums of exponentials of all rows that have keys."""
     assert greatest.shape == sums.shape == (1, step.rows, step.query.shape[1])
     for row, request, _ in step.each_row():
         keys = chosen[row, 0][chosen[row, 0] >= 0].long()
@@ -276,7 +278,7 @@ def test_blocks_of_latents_in_int8_are_all_their_keys_that_a_row_sees(block, mod
     blocks, keys = (torch.full((step.rows, 1, n), -1, dtype=torch.int32) for n in (count, 48))
     for row, request, seen in step.each_row():
         seen = seen if mode == 3 else LENGTHS[request]
-        whole = torch.randperm(seen // block).int()  # the last block may be a part of a block
+        whole = torch.randperm(seen // block).int()  # the last block may be incomplete
         named = torch.cat([whole, torch.arange(seen // block, -(-seen // block)).int()])
         blocks[row, 0, : len(named)] = named
         keys[row, 0, :seen] = torch.arange(seen)

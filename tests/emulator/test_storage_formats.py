@@ -1,4 +1,6 @@
-"""Tensors in FRACTAL_NZ, and the operators that take them, compared with plain torch."""
+"""Tensors in the format FRACTAL_NZ, and the operators that read them, are compared with plain
+torch.
+"""
 
 import contextlib
 
@@ -138,7 +140,7 @@ def test_products_with_weights_in_fractal_nz_refuse():
 
 
 class Experts:
-    """Rows in int8 of some experts, and the experts' matrices of gate and up."""
+    """Rows in int8 for several experts, and the experts' matrices for gate and up."""
 
     def __init__(self, sizes=(3, 0, 9, 1), hidden=48, columns=128, rows=16):
         self.sizes, self.rows = sizes, int8(rows, hidden)
@@ -151,7 +153,9 @@ class Experts:
         return sum(self.sizes)
 
     def wanted(self, dtype=torch.float32):
-        """SwiGLU of the products, without quantisation: [used rows, columns / 2]."""
+        """Return SwiGLU of the products, without quantisation of the result: [used rows, columns /
+        2].
+        """
         parts = self.rows[: self.used].double().split(self.sizes)
         scales = self.weight_scales.to(dtype).float()
         sums = [p @ w.double() * s for p, w, s in zip(parts, self.weight, scales, strict=True)]
@@ -159,7 +163,9 @@ class Experts:
         return torch.nn.functional.silu(left) * right
 
     def run(self, *, version=2, counts=None, **others):
-        """Call the operator with these tensors, of which ``others`` replaces some."""
+        """Call the operator with these tensors; tensors in ``others`` replace those with the same
+        names.
+        """
         given = {"x": self.rows, "weight": self.weight, "scales": self.scales} | others
         weight = given["weight"]
         weight = to_nz(weight) if weight.device.type == "cpu" else weight

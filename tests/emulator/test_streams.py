@@ -1,4 +1,4 @@
-"""Stream ids are counted and limited; captures take ids and return them."""
+"""Stream ids are limited, and used ids are counted. Captures take ids and return them."""
 
 import textwrap
 
@@ -125,8 +125,8 @@ def test_software_queues_are_pooled_by_capture_and_bound_by_execution(run_script
     )
     assert status == 0, output
     assert "ONE [1, 0, 0]" in output
-    # The five numbers: used stream ids; the decrease of aclrtGetStreamAvailableNum; queues in the
-    # pool; queues that are bound now; and bindings since the start.
+    # The five numbers are: the used stream ids, the decrease of aclrtGetStreamAvailableNum, the
+    # queues in the pool, the queues that are bound now, and the bindings since the start.
     assert "CAPTURED [3, 3, 4, 0, 0]" in output
     assert "REPLAYED [3, 3, 4, 3, 3]" in output
     assert "FREED [0, 3, 4, 0, 3]" in output
@@ -154,10 +154,10 @@ def test_more_graphs_than_queues_replay_and_the_oldest_idle_ones_are_rebound(run
     )
     assert status == 0, output
     assert "CAPTURED [1024, 0, 0]" in output and "REPLAYED [1024, 1024, 1030]" in output
-    # Graphs lose their queues in the order of their creation, not of their last use. The first six
-    # graphs have lost their queues. When the first graph gets queues again, the seventh graph loses
-    # its queues. When the seventh graph gets queues again, the first graph loses its queues,
-    # although it ran last.
+    # Graphs lose their queues in the order in which the graphs were created, whenever they last
+    # ran. At first, six graphs have lost theirs. When the first graph gets queues again, the
+    # seventh graph loses its queues. When the seventh graph then gets queues again, the first graph
+    # loses its queues, although it ran last.
     assert "WARM 1030" in output and "COLD 1031" in output and "LOST 1032" in output
     assert "NOT LRU 1033" in output and "SUM 1035.0" in output
 
@@ -219,8 +219,8 @@ def test_ids_limit_captures_with_software_queues_too(run_script):
     )
     assert status == 0, output
     assert "MESSAGE True 0" in output
-    # The queues of a freed graph stay in the pool. A new stream takes a pooled queue if the device
-    # has no free queue.
+    # The queues of a freed graph stay in the pool. If the device has no free queue, a new stream
+    # takes a queue from the pool.
     assert "POOL True 0" in output and "CREATED 0" in output and "SHRUNK 1" in output
 
 

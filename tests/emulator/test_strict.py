@@ -1,4 +1,6 @@
-"""Calls that the operators' documents exclude are refused; the message names operator and rule."""
+"""Calls that the operators' documents exclude are refused. The message names the operator and the
+rule.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ FIA = "aclnnFusedInferAttentionScoreV3: "
 
 
 def attention(**changes):
-    """Call attention with the arguments of a decode step of two sequences, and with ``changes``."""
+    """Call attention with the arguments of a decode step of two sequences, some of them replaced by
+    ``changes``.
+    """
     options = {
         "query": torch.zeros(2, 4, 64, dtype=torch.float16),
         "key": torch.zeros(5, 16, 128, dtype=torch.float16),

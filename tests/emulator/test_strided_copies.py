@@ -1,4 +1,4 @@
-"""Copies between tensors of any strides are compared with copies of torch on the host."""
+"""Copies between tensors with any strides are compared with torch's copies on the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.laws import examples
 
 DTYPES = (torch.int8, torch.bfloat16, torch.float32, torch.int64)
-# Sizes close to the sizes of a copy's tiles, and of cache lines.
+# Lengths near the sizes of tiles, in which a copy is made, and of cache lines.
 LENGTHS = st.sampled_from([1, 2, 3, 31, 32, 33, 64, 255, 256, 257, 300])
 
 

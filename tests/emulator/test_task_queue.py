@@ -1,15 +1,15 @@
-"""The state after a refused call, with torch_npu's task queue off and on.
+"""What happens after a refused call, with torch_npu's task queue off and on.
 
-If TASK_QUEUE_ENABLE is 1 or more, torch_npu launches in a separate thread. After a failed launch,
-this thread skips all later work without an error. So if the emulator refuses a call in this thread,
-the launch succeeds, and the device stops.
+If TASK_QUEUE_ENABLE is 1 or more, torch_npu launches operators in a separate thread. If a launch
+fails there, this thread skips all later work without an error. So when the emulator refuses a call
+in this thread, it lets the launch succeed and stops the device.
 """
 
 import textwrap
 
 import pytest
 
-# A copy to the host raises an error with the code only; torch_npu prints the reason earlier.
+# The error of a copy to the host contains only the code. torch_npu has printed the reason before.
 PROLOGUE = """
 def attempt(call, operator):
     try:
@@ -23,7 +23,7 @@ def attempt(call, operator):
 
 @pytest.fixture(params=["0", "1", "2"])
 def run_queued(run_script, request):
-    """Run ``run_script`` in each mode of the task queue."""
+    """Return a function that runs code. Tests run once for each mode of the task queue."""
 
     def run(code):
         code = PROLOGUE + textwrap.dedent(code)
@@ -58,8 +58,8 @@ def test_work_after_refused_arguments_is_right_or_fails_by_its_name(run_queued):
 
 
 def test_a_refusal_does_not_abort_the_process(run_queued):
-    """Dropout uses a side stream. torch_npu switches back from it in a destructor,
-    where an error ends the process.
+    """Dropout uses a side stream. torch_npu leaves this stream in a destructor, where an error
+    would end the process.
     """
     status, output = run_queued("""
         from torch.nn.functional import dropout

@@ -1,4 +1,6 @@
-"""npu_top_k_top_p sorts only a part of a row; its results equal those of a full sort bit by bit."""
+"""npu_top_k_top_p sorts only a part of each row. Its results equal those of a full sort, bit by
+bit.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ ROWS, VOCAB = 4, 997
 
 
 def by_sorting(logits, p=None, k=None):
-    """Return the result of the documented formula, with sums in float64."""
+    """Return the result of the documented formula, by a full sort, with sums in float64."""
     sorted_, order = torch.sort(logits.float(), dim=-1, stable=True)
     n = logits.shape[1]
     if k is not None:
@@ -59,7 +61,7 @@ def test_the_removed_tokens_are_the_same_as_after_a_full_sort(kind, dtype):
 
 def test_near_ties_of_top_p_are_cut_as_by_a_sort():
     # Four equal logits give four probabilities of 0.25, and ``p`` is a multiple of 0.25. So the
-    # rounding of sums could decide which tokens are kept.
+    # rounding of a sum could decide whether a token is kept.
     logits = torch.zeros(1, 4)
     for parts in range(1, 4):
         p = torch.tensor([parts / 4])

@@ -1,4 +1,6 @@
-"""Calls of the runtime that transfer engines make: copies in batches, pages, devices."""
+"""The runtime's calls that transfer engines use: copies in batches, mapped pages, and queries of
+devices.
+"""
 
 import ctypes
 
@@ -34,7 +36,9 @@ def acl():
 
 
 def copy_batch(acl, copies, attributes, first):
-    """Return (status, failed copy's index). A copy is (target, bytes there, source, bytes)."""
+    """Copy a batch; return (status, index of the failed copy). A copy is (target, room at the
+    target in bytes, source, number of bytes).
+    """
     targets, room, sources, sizes = zip(*copies, strict=True)
     pointers, counts = ctypes.c_void_p * len(copies), ctypes.c_size_t * len(copies)
     failed = ctypes.c_size_t(0)

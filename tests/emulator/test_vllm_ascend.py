@@ -1,4 +1,6 @@
-"""Tests the results that the patch for the emulated NPU computes in place of vllm-ascend."""
+"""The functions that our patch replaces in vllm-ascend, for the emulated NPU, return the right
+results.
+"""
 
 import importlib.util
 import sys
@@ -11,7 +13,7 @@ PATCH = Path(__file__).resolve().parents[2] / "emulator" / "for_vllm_ascend" / "
 
 
 def load_patch():
-    """Return the patch as a module; its hook of imports is removed."""
+    """Import the patch, and return its module. Remove the import hook that it has installed."""
     spec = importlib.util.spec_from_file_location("vllm_ascend_patch", PATCH)
     patch = importlib.util.module_from_spec(spec)
     hooks = list(sys.meta_path)

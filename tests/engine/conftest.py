@@ -26,7 +26,9 @@ def deepseek(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sparse(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with sparse latent attention; its last layer uses the choice of an earlier layer."""
+    """A model with sparse latent attention. Its last layer attends to the keys that an earlier
+    layer has chosen.
+    """
     directory = tmp_path_factory.mktemp("sparse")
     indexers = ["full", "full", "shared"]
     make_reference("GlmMoeDsaForCausalLM", directory, num_hidden_layers=3, indexer_types=indexers)
@@ -44,7 +46,9 @@ def hybrid(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def kimi_linear(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose linear attention has one decay per channel; other layers attend to latents."""
+    """A model in which some layers have linear attention with one decay per channel, and the other
+    layers latent attention.
+    """
     directory = tmp_path_factory.mktemp("kimi-linear")
     make_reference("KimiLinearForCausalLM", directory)
     return directory
@@ -52,7 +56,7 @@ def kimi_linear(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def guessable(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a small vocabulary, so that even random drafts are often right."""
+    """A model with so small a vocabulary that even random drafts are often right."""
     directory = tmp_path_factory.mktemp("guessable")
     make_reference("Qwen3NextForCausalLM", directory, vocab_size=NUM_GUESSABLE)
     add_next_token_module(directory)

@@ -25,7 +25,7 @@ SCALE = 192**-0.5
 
 
 def kv_slots_of(row: IntArray, length: int) -> Tensor:
-    """Return the slots of a request's first tokens."""
+    """Return the slots of the first ``length`` tokens of the request in ``row``."""
     positions = np.arange(length, dtype=np.int32)
     slots = Shards(BLOCK).slots(row[None], np.zeros(length, np.int32), positions)
     return torch.from_numpy(slots)
@@ -39,7 +39,9 @@ def make_attention(npu: Npu) -> LatentAttention:
 
 
 class LatentRows:
-    """Requests with random rows; each is given as (number of queries, number of earlier tokens)."""
+    """Requests with random rows. Each request is given as (number of queries, number of earlier
+    tokens).
+    """
 
     def __init__(self, npu: Npu, lens: Sequence[tuple[int, int]]) -> None:
         generator = torch.Generator().manual_seed(len(lens))
@@ -68,7 +70,8 @@ class LatentRows:
         ).long()
 
     def run(self, attention: LatentAttention, num_padding: int = 0, **limits: int) -> Tensor:
-        """Return results, [n + num_padding, heads, 128]. The step must not change padding rows.
+        """Run a step of attention; return its results, [n + num_padding, heads, 128]. Rows of
+        padding must keep the value 7.
 
         Args:
             limits: arguments of ``AttentionSteps``.
@@ -94,7 +97,9 @@ class LatentRows:
         return cache.cpu().flatten(0, 2)[slots]
 
     def expected(self, attention: LatentAttention) -> Tensor:
-        """Return attention over the cache, with keys and values computed from the latents."""
+        """Return the expected results: attention over the whole cache, with keys and values
+        computed from the latents.
+        """
         weights = attention.keys.cpu(), attention.values.cpu()
         outs, start = [], 0
         for row, end, length in zip(self.table, self.query_ends, self.kv_lens, strict=True):

@@ -1,4 +1,4 @@
-"""Makes the inputs of a step with any lengths, for tests that run layers without a model runner."""
+"""Makes the inputs of a step, for tests that run layers without a model runner."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def prompt_step(
     """Return the inputs of attention in a step, on the host and on the device.
 
     Args:
-        table: [num_reqs, num_blocks].
-        slots: [num_tokens].
+        table: block table, [num_reqs, num_blocks].
+        slots: slot mapping, [num_tokens].
     """
     ends, lens = np.array(query_ends, np.int32), np.array(kv_lens, np.int32)
     query_lens = np.diff(ends, prepend=np.int32(0))

@@ -87,14 +87,15 @@ def make_runner(
 
 
 def run_step(runner: ModelRunner, plan: RankPlan, rank: int = 0) -> StepResult:
-    """Run one step alone and return its result."""
+    """Run one step with no other step in flight, and return its result."""
     results: list[StepResult] = []
     runner.launch(plan, rank, results.append)
     return results[-1] if results else runner.finish()
 
 
 def turn(scheduler: Scheduler, runner: ModelRunner) -> StepOutputs:
-    """Decide a step if possible, and apply the oldest result, like an engine.
+    """Run one turn, as an engine does: launch the next step, and give the oldest result to the
+    scheduler.
 
     Logits must not be NaN or infinite.
     """
@@ -108,7 +109,7 @@ def turn(scheduler: Scheduler, runner: ModelRunner) -> StepOutputs:
 
 
 def size_of(batches: Sequence[RankBatch]) -> StepSize:
-    """Return the size of a step in which each data-parallel rank runs one of the batches."""
+    """Return the size of a step in which each data-parallel rank runs one of ``batches``."""
     records = [unpack_ints(batch.scheduled, 4) for batch in batches]
     return StepSize(
         max(int(each[:, 2].sum()) for each in records),
@@ -117,10 +118,10 @@ def size_of(batches: Sequence[RankBatch]) -> StepSize:
 
 
 class Sequences:
-    """Requests that run in every step; the tests decide the steps instead of a scheduler."""
+    """Requests that run in every step. The tests decide the steps; there is no scheduler."""
 
-    # These fields describe other data-parallel ranks: their batches, and the exchange of tokens
-    # with experts.
+    # The batches of the other data-parallel ranks, and the way in which ranks exchange tokens with
+    # experts.
     beside: tuple[RankBatch, ...] = ()
     exchange: ExchangeKind | None = None
 
@@ -149,14 +150,16 @@ class Sequences:
         self.step(graph, records, appended=appended)
 
     def decoding(self, live: int) -> tuple[list[int], bytes]:
-        """Return records and last tokens of the first ``live`` requests, for a decode step."""
+        """Return what a decode step of the first ``live`` requests needs: their records and their
+        last tokens.
+        """
         rows = range(live)
         appended = [x for row in rows for x in (row, self.tokens[row][-1])]
         records = [x for row in rows for x in (row, len(self.tokens[row]) - 1, 1, 1)]
         return records, pack_ints(appended)
 
     def idle(self, graph: BatchDescriptor | None, batch: RankBatch) -> StepResult:
-        """Run an idle rank's step while another data-parallel rank runs ``batch``."""
+        """Run a step without requests, while another data-parallel rank runs ``batch``."""
         self._step += 1
         largest = size_of((batch,))
         plan = RankPlan(1, self._step, 1, graph, 1, RankBatch(b""), self.exchange, largest)

@@ -1,4 +1,6 @@
-"""Fills slots of recurrent states with NaN if no request may read them, to detect such reads."""
+"""Fills slots of recurrent states that no request may read with NaN, so that tests notice such a
+read.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,18 @@ from dist_aclgraph.scheduler.scheduler import Scheduler
 
 
 def poison_stale_slots(runner: ModelRunner, scheduler: Scheduler) -> None:
-    """Queue a task that fills every slot without a valid state with NaN.
+    """Queue a task that fills every slot that has no valid state with NaN.
 
-    These are slots of rows without a request, slots of rejected drafts, and slots of checkpoints
-    that are not stored. Slots that a step in flight writes are left out. If a step reads such a
-    slot before another step writes it, the logits are NaN, and ``runners.turn`` fails.
+    Such slots belong to rows without a request, to rejected drafts, and to checkpoints that are not
+    stored. Slots that a step in flight writes are left out. If a step reads a filled slot before
+    another step has written it, the logits are NaN, and ``runners.turn`` fails.
     """
     states, [rank] = runner._states, scheduler.ranks
     assert states is not None and rank.pool.checkpoints is not None
     slots, checkpoints, npu = states._slots, rank.pool.checkpoints, runner._npu
     rows = np.array([request.row for request in rank.running], np.int32)
     used = [*checkpoints._stored.values(), *checkpoints._begun.values()]
-    # The state of a row is in its first slot, unless drafts of the row were accepted.
+    # The valid state of a row is in its first slot, unless drafts of the row were accepted.
     kept = [slots.bases(rows), slots.checkpoints(np.array(used, np.int32))]
     is_kept = torch.zeros(slots.count, dtype=torch.bool, device=npu.device)
     is_kept.index_fill_(0, npu.upload(np.concatenate(kept).astype(np.int64)), True)

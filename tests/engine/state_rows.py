@@ -40,7 +40,9 @@ NO_ROPE = (torch.empty(0), torch.empty(0))
 
 
 class Unsummed(CommGroup):
-    """A group whose all-reduce returns its input; the test computes the sums over the ranks."""
+    """A fake group of ranks whose all-reduce returns its input. The test itself sums the results of
+    the ranks.
+    """
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -50,7 +52,7 @@ def make_oracle(family: str, a_log: float | None = None) -> Any:
     """Return transformers' layer with random float32 weights.
 
     Args:
-        a_log: value of A_log for all heads; None means random values.
+        a_log: value of the weight A_log for all heads; None for random values.
     """
     import transformers
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -140,7 +142,7 @@ def kind_of(
 
 
 def save_layer(layer: Any, directory: Path) -> Path:
-    """Write the weights under their published names."""
+    """Write the layer's weights to ``directory``, under their published names."""
     weights, prefix = layer.state_dict(), "linear_attn."
     if hasattr(layer, "forget_gate"):
         prefix = "self_attn."
@@ -154,12 +156,12 @@ def save_layer(layer: Any, directory: Path) -> Path:
 
 @dataclass
 class Direct:
-    """The step of a direct request.
+    """What a direct request computes in a step: one token, and perhaps drafts.
 
     Attributes:
         rows: hidden states of the tokens.
         slots: the slot of the state after each token.
-        accepted: number of tokens of the previous step that were accepted.
+        accepted: number of the previous step's tokens that were accepted.
     """
 
     rows: Tensor
@@ -173,8 +175,8 @@ class Prompt:
 
     Attributes:
         rows: hidden states of the tokens.
-        slot: slot for the state after the last token.
-        source: slot of the state from which the chunk continues; None if the chunk begins a prompt.
+        slot: slot to which the state after the last token is written.
+        source: slot of the state after the previous chunk; None if the chunk begins a prompt.
     """
 
     rows: Tensor

@@ -19,7 +19,9 @@ from tests.unit.scheduler.test_scheduler import make_scheduler
 
 
 def capture(npu: Npu, dtype: torch.dtype, graph: BatchDescriptor) -> CaptureCost:
-    """Capture sums of a type; for int64 there is no kernel, so the AI CPU computes these sums."""
+    """Capture sums of elements of type ``dtype``. There is no kernel for int64, so the AI CPU
+    computes sums of int64.
+    """
     x = torch.ones(8, dtype=dtype, device=npu.device)
     store = GraphStore(npu)
 

@@ -1,4 +1,4 @@
-"""KV blocks that are read from files give the tokens that computed blocks give."""
+"""With KV blocks from files, requests get the same tokens as with computed blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPTS = [[(7 * i + j) % 90 + 3 for j in range(40 + 9 * i)] for i in range(4)]
 ROWS = 4
 NUM_FULL = sum(
     (len(prompt) - 1) // BLOCK_SIZE for prompt in PROMPTS
-)  # blocks that a prefix can have
+)  # number of blocks that a prefix can have
 FAMILIES = {
     "deepseek": "DeepseekV3ForCausalLM",
     "hybrid": "Qwen3NextForCausalLM",
@@ -48,7 +48,7 @@ WAIT_S = 180.0
 
 
 class Service:
-    """A scheduler and its only worker, whose cache is empty."""
+    """A scheduler and its only worker. The worker's cache is empty at first."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Service:
             self.scheduler.copies.end(number, 0, num_whole)
 
     def finish(self) -> None:
-        """Run until no request and no copy is left."""
+        """Run turns until all requests and all copies of blocks have ended."""
         deadline_s = time.monotonic() + WAIT_S
         while self.scheduler.has_work or self.scheduler.copies.is_busy:
             self.turn()
@@ -148,7 +148,7 @@ def runner(npu: Npu, checkpoint: Path, tiers: KVTiers) -> Iterator[ModelRunner]:
 
 @pytest.fixture(scope="module")
 def expected(runner: ModelRunner, tiers: KVTiers) -> list[list[int]]:
-    """The answers to PROMPTS, whose blocks have files now."""
+    """Answer PROMPTS, and save all their blocks to files; return the answers."""
     service = Service(runner, tiers)
     answers = service.answer()
     assert service.counts["saved"] >= NUM_FULL and service.counts["unsaved"] == 0
@@ -169,8 +169,8 @@ def test_a_new_group_finds_the_blocks_of_an_earlier_one(
     [("deepseek", 0), ("deepseek", 2), ("hybrid", 0), ("hybrid", 2), ("int8", 2)],
 )
 def test_other_caches_are_copied(npu: Npu, tmp_path: Path, family: str, num_drafts: int) -> None:
-    """Latents, recurrent states, and the blocks of a next-token module: with them, the same drafts
-    are accepted.
+    """These caches are latents, recurrent states, and the blocks of a next-token module. After the
+    copies, the same drafts are accepted.
     """
     make_reference(FAMILIES[family], tmp_path)
     if num_drafts:
@@ -182,7 +182,8 @@ def test_other_caches_are_copied(npu: Npu, tmp_path: Path, family: str, num_draf
     answers = first.answer()
     second = Service(runner, tiers, num_drafts, states=states)
     assert second.answer() == answers
-    # There are fewer checkpoints than boundaries, so one may be written again before its copy.
+    # There are fewer checkpoints than block boundaries, so a checkpoint may be overwritten before
+    # it is copied.
     assert second.counts["loaded"] >= NUM_FULL - (family == "hybrid")
     assert second.scheduler.stats()["accepted_tokens"] == first.scheduler.stats()["accepted_tokens"]
     runner.close()
@@ -199,7 +200,7 @@ def test_a_damaged_file_costs_only_the_blocks_from_it_on(
     assert service.answer([longest]) == [expected[PROMPTS.index(longest)]]
     assert service.counts["loaded"] == 1
     assert service.counts["missed"] == len(hashes) - 1
-    assert tiers.has(hashes[1])  # the computed block was written again
+    assert tiers.has(hashes[1])  # the file of this block was written again
 
 
 def test_a_failure_at_the_second_tier_does_not_end_the_thread_for_files(
@@ -229,7 +230,7 @@ def test_blocks_of_other_salts_are_not_found(
 
 
 def test_preempted_requests_find_their_blocks_in_files(runner: ModelRunner, tiers: KVTiers) -> None:
-    prompts = [[number] * 60 for number in (5, 6, 7)]  # each grows from two blocks to three
+    prompts = [[number] * 60 for number in (5, 6, 7)]  # each request grows from two blocks to three
     expected = Service(runner, tiers).answer(prompts)
     service = Service(runner, tiers, num_blocks=8)
     assert service.answer(prompts) == expected
@@ -267,7 +268,9 @@ def test_a_block_that_cannot_be_written_delays_no_other_block(
 
 
 def test_no_file_is_written_after_the_end_of_files(npu: Npu, tmp_path: Path) -> None:
-    """The engine then deletes all files. No process would delete a file that is written later."""
+    """After the end of files, the engine deletes all files. A file that was written later would
+    stay for ever.
+    """
     tiers, begun, goes_on = make_tiers(tmp_path), threading.Event(), threading.Event()
     name, write = bytes(16), tiers.write
 

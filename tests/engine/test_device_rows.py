@@ -1,6 +1,4 @@
-"""An operator that reads lengths on the device gets the same lengths as an operator that gets them
-from the host.
-"""
+"""The lengths in tensors on the device equal the lengths that the host gives to other operators."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def test_of_a_graph_with_padding(
     npu: Npu, steps: AttentionSteps, query_len: int, iteration: int
 ) -> None:
     graph = BatchDescriptor(4 * query_len, 4, query_len, "FULL")
-    kv_lens = np.array([40, query_len, 7], np.int32)  # the fourth request of the graph is padding
+    kv_lens = np.array([40, query_len, 7], np.int32)  # the graph's fourth row is padding
     positions = [int(n) - query_len + i for n in kv_lens for i in range(query_len)]
     slots = [*range(100, 100 + len(positions)), *[-1] * query_len]
     padded = ints(npu, *positions, *[0] * query_len)

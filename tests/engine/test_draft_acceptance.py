@@ -1,5 +1,5 @@
-"""Enough drafts of the demo model are accepted, and drafts do not change the distribution of
-tokens.
+"""The demo model's drafts are accepted often enough, and drafts do not change the distribution of
+sampled tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def ask(text: str) -> Arrival:
 
 
 def acceptance(scheduler: Scheduler) -> list[float]:
-    """Return the fraction of drafts that were accepted, for each draft position."""
+    """Return, for each draft position, the fraction of its drafts that were accepted."""
     [rank] = scheduler.ranks
     return [accepted / rank.num_verified for accepted in rank.accepted_by_position]
 
@@ -60,7 +60,7 @@ def test_drafts_of_the_demo_model_pass_as_often_in_graphs_as_eagerly(npu: Any, k
 
 
 class BesideABusierRank:
-    """A runner whose steps are padded to the larger batch of another data-parallel rank."""
+    """A runner whose steps are padded, because another data-parallel rank has a larger batch."""
 
     def __init__(self, runner: ModelRunner, records: list[int]) -> None:
         self._runner = runner
@@ -110,7 +110,7 @@ def test_tokens_sampled_with_drafts_follow_the_models_distribution(
         seen.update(tuple(answer[1:]) for answer in tokens.values())
         accepted += sum(scheduler.ranks[0].accepted_by_position)
 
-    # The second and third token were verified drafts, or were sampled after a wrong draft.
+    # The second and the third token are accepted drafts, or were sampled after a wrong draft.
     expected = pairs_after_the_first(model, prompt, temperature) * num_seeds
     observed = np.zeros((VOCAB, VOCAB))
     for (second, third), count in seen.items():
@@ -121,14 +121,16 @@ def test_tokens_sampled_with_drafts_follow_the_models_distribution(
     got, wanted = np.asarray(cells).T
     assert accepted > 0
     statistic = float(((got - wanted) ** 2 / wanted).sum())
-    # The upper tail of the chi-square distribution is a regularised incomplete gamma function.
+    # The probability of a larger chi-square value is a regularised incomplete gamma function.
     freedom = torch.tensor((len(got) - 1) / 2, dtype=torch.float64)
     tail = torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64))
     assert float(tail) > CHANCE
 
 
 def pairs_after_the_first(model: Any, prompt: list[int], temperature: float) -> np.ndarray:
-    """Return the probability of each pair [second, third token], summed over the first token."""
+    """Return the probability of each pair [second token, third token], summed over all first
+    tokens.
+    """
 
     def next_of(rows: list[list[int]]) -> torch.Tensor:
         with torch.no_grad():

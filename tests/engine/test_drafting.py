@@ -1,5 +1,5 @@
-"""Drafting is compared with a plain loop over requests. The next-token module is replaced by one
-with predictable results.
+"""Drafting is compared with a plain loop over requests. A module with predictable results replaces
+the next-token module.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ def test_drafts_count_up_to_the_first_wrong_one(npu: Npu, data: st.DataObject) -
 
 
 class Recorder:
-    """A module that returns ``hidden + token + 1``, and records its writes to the cache.
+    """Stands for a next-token module. It returns ``hidden + token + 1``, and records its writes to
+    the cache.
 
-    It asserts that each place attends only to positions that were written.
+    It checks that each place attends only to positions that were written before.
 
     Args:
-        requests: for each sampled request, its first position, and the slot of position 0.
+        requests: for each sampled request, the first position whose cache is checked, and the slot
+            of position 0.
     """
 
     def __init__(self, requests: list[tuple[int, int]], num_places: int) -> None:
@@ -69,8 +71,8 @@ class Recorder:
         return over.hidden + over.token_ids.unsqueeze(1) + 1
 
     def _places(self) -> tuple[list[int], list[int]]:
-        """Return for each place the first position of its request, and the slot of the request's
-        position 0.
+        """For each place, return the first checked position of its request, and the slot of the
+        request's position 0.
         """
         places = [request for request in self._requests for _ in range(self._num_places)]
         return [first for first, _ in places], [slot for _, slot in places]
@@ -84,7 +86,8 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
     cpu = torch.device("cpu")
     drafter = Drafter(k, 4, VOCAB, cpu)
     q = k + 1
-    # Row 2 verifies drafts from position 10. Row 0 ends its prompt of three tokens at position 2.
+    # Row 2 verifies drafts from position 10 on. Row 0 computes a prompt of three tokens, which ends
+    # at position 2.
     right, hidden_of = 1, 7.0
     sampled_row = [20 + i for i in range(q)]
     drafts = [sampled_row[0]] * right + [49] * (k - right)
@@ -122,7 +125,7 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
         references = References(drafter.tokens.num_latest, k, 5)
         names = references.draft(np.full(k, row), np.arange(k))
         assert drafter.tokens.fill_in(ints(names, cpu)).tolist() == expected
-    # Up to the last accepted place, the cache contains sampled tokens, and not drafts.
+    # Up to the last accepted position, the cache belongs to sampled tokens, not to drafts.
     assert recorder.cache[110] == (10, sampled_row[0])
     assert recorder.cache[200] == (0, 5)
 

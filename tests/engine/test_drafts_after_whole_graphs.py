@@ -1,4 +1,4 @@
-"""Law: with drafts, mode FULL also runs mixed batches in full graphs, and changes no token."""
+"""Law: with drafts, mode FULL runs mixed batches in full graphs, too, and this changes no token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 def runners(
     npu: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, ModelRunner]:
-    """An eager runner, and runners with one step and with two steps in flight."""
+    """An eager runner, a runner with one step in flight, and a runner with two steps in flight."""
     model, kv_dtype = request.param
     directory: Path = tmp_path_factory.mktemp(model)
     make_reference(f"{model}ForCausalLM", directory, vocab_size=NUM_GUESSABLE)
@@ -73,6 +73,6 @@ def test_full_graphs_of_mixed_batches_give_the_tokens_of_eager_steps(
 
         assert tokens == expected, name
         assert not scheduler.dispatcher.misses
-        if name == "1 in flight":  # both runs have the same steps and drafts
+        if name == "1 in flight":  # its steps and drafts equal the eager runner's
             found, wanted = (each.ranks[0].accepted_by_position for each in (scheduler, eager))
             assert found == wanted

@@ -1,4 +1,4 @@
-"""Law: with any schedule, drafts change no token, in eager steps and in graphs."""
+"""Law: whatever the scheduler decides, drafts change no token, in eager steps and in graphs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Runners = dict[str, tuple[ModelRunner, GraphPlan]]
 
 
 def make_runners(npu: Any, directory: Path, k: int) -> Runners:
-    """Return runners with k drafts: an eager runner; if k > 0, also a runner with full graphs, and
-    a runner with full and piecewise graphs.
+    """Return runners with k drafts. One runs eager steps. If k > 0, there is also one with full
+    graphs, and one with full and piecewise graphs.
     """
     q = k + 1
     decode = tuple(q * size for size in (1, 2, 4, MAX_SEQS))
@@ -76,7 +76,7 @@ def test_drafts_change_no_token(
 
         for index, arrival in enumerate(arrivals):
             tokens, wanted = found[str(index)], expected[str(index)]
-            if arrival.abort_at is not None:  # the runs abort at different lengths
+            if arrival.abort_at is not None:  # the runs abort requests at different lengths
                 length = min(len(tokens), len(wanted))
                 tokens, wanted = tokens[:length], wanted[:length]
             assert tokens == wanted, name

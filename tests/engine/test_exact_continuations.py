@@ -35,11 +35,12 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 class Got(NamedTuple):
-    """The outputs of one request.
+    """The output of one request.
 
     Attributes:
-        logprobs: log-probabilities of the chosen and of the most probable tokens. Token ids are
-            left out, because the order of equally probable tokens depends on other requests.
+        logprobs: for each position, the log-probabilities of the chosen token and of the most
+            probable tokens. The ids of these tokens are left out, because the order of equally
+            probable tokens depends on other requests.
     """
 
     tokens: list[int]
@@ -49,10 +50,11 @@ class Got(NamedTuple):
 def play(
     runner: ModelRunner, outputs: Sequence[list[int]], *, exact: bool, num_blocks: int = 64
 ) -> list[Got]:
-    """Run all requests, which already have these outputs; return their remaining outputs.
+    """Run all requests. Request i already has the tokens ``outputs[i]``; return the rest of each
+    output.
 
     Args:
-        num_blocks: with fewer than 50 blocks, requests are preempted.
+        num_blocks: number of blocks of the cache; with fewer than 50, requests are preempted.
     """
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=64),
@@ -62,7 +64,7 @@ def play(
         exact=exact,
     )
     order = list(range(STREAMS))
-    random.Random(len(outputs[0])).shuffle(order)  # in another order, other requests run together
+    random.Random(len(outputs[0])).shuffle(order)  # mixes the batches differently
     for index in order:
         more = SAMPLINGS[index % len(SAMPLINGS)]
         params = SamplingParams(max_tokens=COUNT, seed=index, ignore_eos=True, **more)
@@ -103,13 +105,13 @@ def runner(npu: Any, request: pytest.FixtureRequest) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def whole(runner: ModelRunner) -> list[Got]:
-    """The outputs of all requests, none of which is interrupted."""
+    """The outputs of all requests without an interruption."""
     return play(runner, [[] for _ in PROMPTS], exact=True)
 
 
 def continued(runner: ModelRunner, whole: list[Got], cut: int, *, exact: bool) -> list[int]:
-    """Continue all requests after ``cut`` tokens; return the requests whose tokens differ from the
-    uninterrupted run.
+    """Continue all requests after ``cut`` tokens of output; return the indices of those whose
+    output differs from ``whole``.
     """
     rest = play(runner, [one.tokens[:cut] for one in whole], exact=exact)
     return [
@@ -130,7 +132,9 @@ def test_who_is_preempted_gets_the_same_tokens(runner: ModelRunner, whole: list[
 
 
 def test_output_that_is_computed_like_a_prompt_leads_to_other_tokens(runner: ModelRunner) -> None:
-    """Without ``exact``, some continuations differ because of rounding."""
+    """Without ``exact``, earlier output is computed like a prompt, and rounding then changes some
+    tokens.
+    """
     whole = play(runner, [[] for _ in PROMPTS], exact=False)
 
     assert continued(runner, whole, 30, exact=False)

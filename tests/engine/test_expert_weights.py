@@ -1,4 +1,6 @@
-"""Loaded layers of experts are compared with transformers' modules with the same weights."""
+"""Layers of experts that are loaded from files are compared with transformers' modules that have
+the same weights.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ MODELS: dict[str, Callable[[], tuple[Any, ExpertSpec]]] = {
 
 
 def write(module: Any, directory: Path) -> None:
-    """Give a module random weights, and write the weights with names of published checkpoints."""
+    """Give a module random weights, and write them under the names of published checkpoints."""
     torch.manual_seed(0)
     state = {
         name: torch.randn_like(value.float()) * 0.2 for name, value in module.state_dict().items()
@@ -185,7 +187,7 @@ def test_a_rank_reads_its_own_experts_only(npu: Any, tmp_path: Path) -> None:
     assert layer.shared.gate_up.weight.shape == (
         HIDDEN,
         WIDTH,
-    )  # gate and up, each with half of the inner width
+    )  # gate and up; each rank has half of the inner width
     assert set(layer.exchanges) == {"all_gather", "all_to_all"}
 
 

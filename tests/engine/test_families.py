@@ -1,4 +1,4 @@
-"""In a few steps on one rank, each family generates the same tokens as transformers.
+"""In a few steps on one rank, each model family generates the same tokens as transformers.
 ``tests/parity`` compares whole deployments with transformers.
 """
 
@@ -110,7 +110,9 @@ def test_the_text_part_of_a_model_with_images_equals_that_of_transformers(
 
 @pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM"])
 def test_weights_in_fp8_are_those_of_floats(npu: Any, tmp_path: Path, architecture: str) -> None:
-    """Weights get the right names and FP8 scales, even if heads are reordered for the rotation."""
+    """Weights in FP8 are found by their names, with the right scales, even if heads are reordered
+    for the rotation.
+    """
     from transformers import AutoModelForCausalLM
 
     directory, floats = tmp_path / "fp8", tmp_path / "floats"
@@ -161,7 +163,9 @@ def test_qwen3_5_as_published_beside_an_encoder_of_images(
 
 @pytest.mark.parametrize("stored", ["another", "equal", "absent"])
 def test_the_whole_model_decides_about_a_tied_head(npu: Any, tmp_path: Path, stored: str) -> None:
-    """transformers saves such files. A stored head is used if it differs from the embedding."""
+    """The whole model's configuration ties the head, and the text model's does not; transformers
+    saves such files. A stored head is used only if it differs from the embedding.
+    """
     model, prompts = make_mistral3(tmp_path), make_prompts([40, 3])
     path, weights = tmp_path / "config.json", load_file(tmp_path / "model.safetensors")
     config = json.loads(path.read_text()) | {"tie_word_embeddings": True}
@@ -192,8 +196,8 @@ def test_the_whole_model_decides_about_a_tied_head(npu: Any, tmp_path: Path, sto
 def test_other_names_of_llama(
     npu: Any, tmp_path: Path, architecture: str, keys: dict[str, str]
 ) -> None:
-    """transformers runs these architectures with the code of Llama; openPangu, which transformers
-    does not have, is defined by classes that inherit that code.
+    """In transformers, these architectures use Llama's code. openPangu is not in transformers; its
+    published classes inherit Llama's code.
     """
     has_bias = architecture != "PanguEmbeddedForCausalLM"
     model = make_reference("LlamaForCausalLM", tmp_path, mlp_bias=has_bias)
@@ -209,7 +213,7 @@ def test_other_names_of_llama(
 
 
 def test_mimo_is_a_qwen2_with_another_name(npu: Any, tmp_path: Path) -> None:
-    """MiMo's published code inherits Qwen2's code. MiMo's next-token modules are not loaded."""
+    """MiMo's published code inherits Qwen2's code. MiMo's next-token modules are ignored."""
     model = make_reference("Qwen2ForCausalLM", tmp_path)
     path = tmp_path / "config.json"
     names = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
@@ -223,7 +227,7 @@ def test_mimo_is_a_qwen2_with_another_name(npu: Any, tmp_path: Path) -> None:
 
 
 def test_ling_is_a_glm_4_5_with_other_names(npu: Any, tmp_path: Path) -> None:
-    """transformers has no BailingMoeV2. Its published code computes what Glm4Moe computes."""
+    """BailingMoeV2 is not in transformers. Its published code computes the same as Glm4Moe."""
     groups = {"n_group": 2, "topk_group": 1}
     model = make_reference(
         "Glm4MoeForCausalLM", tmp_path, tie_word_embeddings=False, attention_bias=False, **groups
@@ -297,7 +301,7 @@ def test_the_number_of_parameters_is_that_of_transformers(
 
     parts = weight_parts(read_model_spec(tmp_path), tp=1, ep=1, element_bytes=4)
 
-    # In this package, the parameters of an activation are no tensors.
+    # transformers stores the parameters of some activations as tensors; this package does not.
     stored = (w for name, w in model.state_dict().items() if ".act_fn." not in name)
     tied = model.lm_head.weight.numel() * bool(model.config.tie_word_embeddings)
     assert sum(part.bytes for part in parts) == 4 * (sum(w.numel() for w in stored) - tied)
@@ -307,7 +311,7 @@ def test_the_number_of_parameters_is_that_of_transformers(
     "module", ["input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.up_proj"]
 )
 def test_biases_that_a_tool_added_are_refused(npu: Any, tmp_path: Path, module: str) -> None:
-    """ModelSlim's anti_method m4 adds biases to norms and linear layers."""
+    """The tool ModelSlim, with anti_method m4, adds biases to norms and linear layers."""
     make_reference("Qwen3ForCausalLM", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     name = f"model.layers.1.{module}"
@@ -327,7 +331,9 @@ def test_joined_experts_are_not_converted_to_int8(npu: Any, tmp_path: Path) -> N
 
 
 def rename_as_published(directory: Path, num_layers: int) -> None:
-    """Give a text model the weight names of a whole Qwen3.5; join the experts of each layer."""
+    """Rename a text model's weights as in a published, multimodal Qwen3.5, and join the experts of
+    each layer in one tensor.
+    """
     path, weights = directory / "config.json", load_file(directory / "model.safetensors")
     text = json.loads(path.read_text())
     name = text["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")

@@ -1,4 +1,4 @@
-"""Weights in FP8 are compared with values times scales, which is the published formula."""
+"""Weights in FP8 are compared with the published formula: values times scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from dist_aclgraph.models.checkpoint import Checkpoint
 BLOCK = 128
 SHAPE = (300, 200)  # no dimension is a multiple of BLOCK
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-# The mantissa has three bits, so the relative error is at most half of the last bit.
+# Largest relative error: the mantissa has three bits, and rounding changes it by at most half of
+# its last bit.
 ERROR = 2**-4
 
 
@@ -34,7 +35,8 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def weight() -> Tensor:
     torch.manual_seed(0)
-    # Blocks have very different values, so the use of another block's scale gives a large error.
+    # The blocks have values of very different size, so that another block's scale would give a
+    # large error.
     return torch.randn(SHAPE) * torch.logspace(-3, 1, SHAPE[0]).unsqueeze(1)
 
 
@@ -50,7 +52,8 @@ def test_the_whole_is_within_half_a_bit_of_its_reference(
 ) -> None:
     read = checkpoint.read("w", SHAPE)
 
-    # Below the smallest normal FP8 number of a block, the absolute error is limited instead.
+    # For values below the block's smallest normal FP8 number, the absolute error is limited instead
+    # of the relative one.
     smallest = torch.finfo(torch.float8_e4m3fn).smallest_normal / LARGEST * weight.abs().max()
     assert ((read - weight).abs() <= ERROR * weight.abs() + ERROR * smallest).all()
     assert not torch.equal(read, weight)

@@ -1,4 +1,4 @@
-"""Models with fused operators are compared with their twins, which use separate operators."""
+"""Models with fused operators are compared with twins: the same models with separate operators."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_products_with_swiglu_in_int8_and_their_twin_differ_by_a_step(
     fused = Int8SwigluProduct.replacing(product)(rows, list_)
     separate = ActivatedProduct(product)(rows, list_)
 
-    # The twin rounds gate, up and their SwiGLU.
+    # The twin rounds the results of gate and up, and of SwiGLU.
     step = fused.scales.cpu()[:, None]
     largest = dequantised(separate).abs().amax(-1, keepdim=True)
     bound = step + 6 * HALF_A_STEP_OF_BFLOAT16 * largest
@@ -122,10 +122,10 @@ def test_a_weight_that_stays_in_nd_is_an_error(npu: Any) -> None:
         to_fractal_nz(vector)
 
 
-WIDE = {"intermediate_size": 192}  # a width that the operator after SwiGLU accepts
+WIDE = {"intermediate_size": 192}  # the fused operator after SwiGLU accepts this width
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3ForCausalLM", WIDE),
-    ("Qwen3ForCausalLM", {}),  # the operator refuses this model's width
+    ("Qwen3ForCausalLM", {}),  # the fused operator refuses this model's width
     ("Qwen3MoeForCausalLM", WIDE),
     ("DeepseekV3ForCausalLM", WIDE),
     ("GlmMoeDsaForCausalLM", WIDE),
@@ -139,12 +139,13 @@ def decide(npu: Npu, chosen: Any) -> Fusions:
     return Fusions.decide(config, Chip(npu.name, npu.cann), installed_name())
 
 
-# Number of launches that each place of a fusion saves; 1 for fusions that are missing here.
+# The number of launches that a fusion saves at each of its places. Fusions that are not in this
+# table save one.
 SAVED = {"expert_swiglu_quant": 2, "nz_weights": 0}
 
 
 def num_saved(fusions: Fusions) -> int:
-    """Return the number of launches that the places in the report save in a step."""
+    """Return the number of launches that all fusions in the report save in a step."""
     used = [item for item in fusions.report().items() if item[1].startswith("in ")]
     return sum(SAVED.get(name, 1) * int(text.split()[1]) for name, text in used)
 
@@ -170,7 +171,7 @@ def test_each_place_in_the_report_saves_launches(
 
 
 def logits_with(npu: Npu, directory: Path, fusions: Fusions) -> Tensor:
-    """Return the logits of a prompt, of a model with weights in int8."""
+    """Return a prompt's logits from a model with weights in int8 and with ``fusions``."""
     spec, (prompt,) = read_model_spec(directory), make_prompts([40])
     checkpoint = Checkpoint(directory, torch.bfloat16, quantises=True, names=spec.names)
     model = Decoder(spec, ONE_RANK, checkpoint, device=npu.device, max_len=MAX_LEN, fusions=fusions)
@@ -195,7 +196,8 @@ def test_logits_stay_near_those_of_separate_operators(
 
     twin, fused = (logits_with(npu, tmp_path, decide(npu, name)) for name in ("none", "auto"))
 
-    # A different rounding to int8 adds errors that are as large as the errors of int8 itself.
+    # Fused and separate operators round to int8 differently. This adds errors as large as those of
+    # int8 itself.
     assert 0 < (fused - twin).norm() < 0.12 * twin.norm()
 
 

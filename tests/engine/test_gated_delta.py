@@ -1,4 +1,4 @@
-"""Linear attention with the gated delta rule, compared with the layers of transformers."""
+"""Linear attention with the gated delta rule is compared with the layers of transformers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tests.engine.state_rows import (
 from tests.slow import spread
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-# The results are about 0.3. In bfloat16, layers use CANN's fused operators. In float32, they
-# compute the rule with plain operators.
+# The results have a size of about 0.3. In bfloat16, layers use CANN's fused operators. In float32,
+# they compute the delta rule with plain operators.
 TOLERANCE = {FLOAT32: {"rtol": 1e-4, "atol": 1e-5}, BFLOAT16: {"rtol": 3e-2, "atol": 1e-2}}
 
 
@@ -67,7 +67,9 @@ _known: WeakKeyDictionary[Any, dict[bytes, Tensor]] = WeakKeyDictionary()
 
 
 def expected(oracle: Any, rows: Tensor) -> Tensor:
-    """Return the results for all tokens of a request, computed together, once for all tests."""
+    """Return the expected results for all tokens of a request, computed in one call. They are
+    cached for all tests.
+    """
     known, key = _known.setdefault(oracle, {}), rows.numpy().tobytes()
     if key not in known:
         with torch.no_grad():
@@ -80,7 +82,7 @@ def assert_close(layer: StateLayer, found: Tensor, wanted: Tensor) -> None:
 
 
 def run_prompt(layer: StateLayer, rows: Tensor, cuts: list[int], slot: int) -> Tensor:
-    """Run a prompt in parts, which end at the positions ``cuts`` and at the prompt's end."""
+    """Run a prompt in chunks. They end at the positions ``cuts`` and at the prompt's end."""
     parts = torch.tensor_split(rows, cuts)
     outs = [
         layer.run(prompts=[Prompt(part, slot, slot if i else None)])[0]
@@ -147,7 +149,7 @@ def test_a_part_of_a_prompt_may_read_one_slot_and_write_another(
     assert_close(layer, again, expected(oracle, rows)[5:])
 
 
-# Nine triples contain each pair of values at each pair of places.
+# Nine triples are enough to have each pair of values at each pair of positions.
 ALL_ACCEPTED = list(product([1, 2, 3], repeat=3))
 PAIRS_ACCEPTED = [(a, b, c) for a, b, c in ALL_ACCEPTED if (a + b + c) % 3 == 0]
 
@@ -156,7 +158,9 @@ PAIRS_ACCEPTED = [(a, b, c) for a, b, c in ALL_ACCEPTED if (a + b + c) % 3 == 0]
 def test_rejected_drafts_change_nothing(
     layer: StateLayer, oracle: Any, accepted: tuple[int, ...]
 ) -> None:
-    """A request has two drafts in each step, and keeps ``accepted[i]`` tokens after step i."""
+    """A request has two drafts in each step; after step i, ``accepted[i]`` of the step's tokens are
+    kept.
+    """
     rows, window = hidden(5 + sum(accepted) + 1), [4, 5, 6]
     run_prompt(layer, rows[:5], [], slot=4)
     neighbour = hidden(30, seed=8)
@@ -171,7 +175,7 @@ def test_rejected_drafts_change_nothing(
         found.append(outs[0][:count])
         beside.append(outs[1])
         done, kept = done + count, count
-    # In a step without drafts, the only slot must be that of the current state.
+    # In a step without drafts, the only slot is that of the current state.
     found += layer.run([Direct(rows[done : done + 1], [window[kept - 1]])])
 
     assert_close(layer, torch.cat(found), expected(oracle, rows)[5:])
@@ -183,7 +187,7 @@ def test_a_prompt_may_end_in_a_window_of_drafts(layer: StateLayer, oracle: Any) 
     run_prompt(layer, rows[:4], [], slot=4)
     layer.run([Direct(torch.cat([rows[4:6], hidden(1, 9)]), [4, 5, 6])])
 
-    # Two tokens were accepted, so the state is in slot 5.
+    # Two tokens were accepted, so the current state is in slot 5.
     (found,) = layer.run(prompts=[Prompt(rows[6:], 5, source=5)])
 
     assert_close(layer, found, expected(oracle, rows)[6:])
@@ -231,7 +235,9 @@ def test_the_bytes_of_a_slot_are_computed_from_the_shape(npu: Npu, name: str, fa
 
 
 def test_a_graph_equals_eager_steps_and_leaves_other_slots_unchanged(layer: StateLayer) -> None:
-    """The graph has four requests of three tokens. The steps have fewer requests, in any slots."""
+    """The graph has four requests of three tokens. The replayed steps have fewer requests, in any
+    slots.
+    """
     with torch.inference_mode():
         layer.cache.conv[0], layer.cache.recurrent[0] = torch.nan, torch.nan
         run_prompt(layer, hidden(5), [], slot=4)
@@ -262,7 +268,8 @@ def test_a_graph_equals_eager_steps_and_leaves_other_slots_unchanged(layer: Stat
 
 
 def capture_step(layer: StateLayer, num_reqs: int, num_tokens: int) -> Any:
-    """Return a function that replays a captured step of direct requests of ``num_tokens`` tokens.
+    """Capture a step of direct requests with ``num_tokens`` tokens each; return a function that
+    replays it.
 
     The graph contains the whole layer, from its hidden states to its results.
     """

@@ -1,4 +1,6 @@
-"""Law: a worker that has a previous step computes the same next step as a worker that has none."""
+"""Law: a worker that derives a step's inputs from its previous step gets the same inputs as a new
+worker.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class Row:
     tokens: list[int]
     blocks: list[int]
     computed: int = 0
-    known: int = 0  # number of tokens that were sent to the worker
+    known: int = 0  # number of tokens that the worker has received
 
     def start(self, row: int) -> RowStart:
         known = pack_ints(self.tokens[: self.known])
@@ -40,7 +42,7 @@ class Row:
 
 @dataclass
 class Group:
-    """Decides random steps, as a scheduler does with one or two steps in flight."""
+    """Decides random steps. They are like those of a scheduler with one or two steps in flight."""
 
     data: st.DataObject
     tokens_per_block: int
@@ -52,7 +54,9 @@ class Group:
         return self.data.draw(st.integers(low, high))
 
     def blocks_for(self, num_tokens: int, already: int = 0) -> list[int]:
-        """Return the ids of the blocks that a request still needs, and sometimes one more id."""
+        """Return ids of the blocks that a request with ``already`` blocks still needs; sometimes
+        one id more.
+        """
         wanted = min(num_tokens + self.draw(0, 1) * self.tokens_per_block, MAX_LEN)
         count = max(0, -(-wanted // self.tokens_per_block) - already)
         self.next_block += count
@@ -61,15 +65,15 @@ class Group:
         return [id + 1 if id % 2 else id - 1 for id in ids]
 
     def decide(self) -> RankBatch:
-        """Return the next step; in most steps, all requests decode."""
+        """Return a random next step. In most steps, all requests decode."""
         started, appended, blocks, records = [], [], [], []
         steady = self.draw(0, 4) > 0 and bool(self.rows)
         for index in range(ROWS):
             actions = ["-"] * 9 + ["again"] if steady else ["start", "end", "-"]
             action = self.data.draw(st.sampled_from(actions))
             if action == "start" or (action == "again" and index in self.rows):
-                # "start": a new request gets the row. "again": the row's request starts again, as
-                # after a preemption, perhaps at the position that it had reached.
+                # "start": a new request gets the row. "again": the row's request starts again at
+                # the position that it had reached.
                 old = self.rows.get(index)
                 length = self.draw(1, 9) if action == "start" or old is None else len(old.tokens)
                 tokens = [self.draw(0, VOCAB - 1) for _ in range(length)]
@@ -79,7 +83,7 @@ class Group:
                 started.append(row.start(index))
             elif action == "end":
                 self.rows.pop(index, None)
-        is_late = self.draw(0, 3) > 0  # the host does not have the last step's tokens yet
+        is_late = self.draw(0, 3) > 0  # the last step's tokens have not reached the host yet
         order = list(self.rows) if steady else self.data.draw(st.permutations(list(self.rows)))
         for index in order:
             row = self.rows[index]
@@ -102,7 +106,9 @@ class Group:
         return RankBatch(pack_ints(records), pack_ints(appended), pack_ints(blocks), tuple(started))
 
     def from_nothing(self, place: ContextPlace, sampled: HostStep | None) -> InputBatch:
-        """Return a new batch that gets all rows at once, and the last step's sampled places."""
+        """Return a new batch. It gets all rows at once, and the places that the last step has
+        sampled.
+        """
         batch = InputBatch(ROWS, MAX_LEN, place, LATEST, self.num_drafts)
         starts = tuple(row.start(index) for index, row in self.rows.items())
         batch.apply(RankBatch(b"", started=starts))

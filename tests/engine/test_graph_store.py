@@ -1,4 +1,4 @@
-"""A failed capture releases the streams and graphs of its bucket."""
+"""If a capture fails, the streams and graphs of its bucket are released."""
 
 from __future__ import annotations
 

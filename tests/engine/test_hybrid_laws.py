@@ -1,7 +1,7 @@
 """Laws of models with recurrent state, for any order of requests.
 
-Graphs, drafts, shared prefixes, preemptions and undone steps change no token. No step reads a slot
-that its request has not written.
+Graphs, drafts, shared prefixes, preemptions and undone steps change no token. A request's step
+reads only slots that this request has written.
 """
 
 from __future__ import annotations
@@ -52,14 +52,16 @@ arrivals = st.lists(
 )
 
 
-# After these turns, the steps in flight are undone, as after an abort of the device.
+# Numbers of turns. After each of these turns, the steps in flight are undone, as after an abort of
+# the device.
 undone = st.sets(st.integers(0, 30), max_size=3)
 
 
 def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
-    """Return a function to call after each turn.
+    """Return a function that must be called after each turn.
 
-    The function undoes the steps in flight after the given turns, and fills stale slots with NaN.
+    It fills stale slots with NaN. After the turns whose numbers are in ``turns``, it also undoes
+    the steps in flight.
     """
     number = -1
 
@@ -75,7 +77,9 @@ def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
 
 
 def poison(runner: ModelRunner) -> None:
-    """Fill all states with NaN, as failed requests can leave them. Results must not change."""
+    """Fill all recurrent states with NaN, which failed requests can leave behind. Results must not
+    change.
+    """
     for states in runner.caches.state_tensors():
         states.fill_(torch.nan)
 
@@ -105,7 +109,9 @@ def cold(runner: ModelRunner, arrivals: list[Arrival]) -> dict[str, list[int]]:
 
 
 def assert_equal(found: dict[str, list[int]], expected: dict[str, list[int]], name: str) -> None:
-    """Compare the tokens up to the end of the shorter list, because requests are aborted."""
+    """Check that each request's tokens are the first of its expected tokens. Aborted requests have
+    fewer.
+    """
     for index, tokens in found.items():
         assert tokens == expected[index][: len(tokens)], name
 
@@ -167,7 +173,7 @@ def test_accepted_and_rejected_drafts_change_no_token(
     num_checkpoints: int,
     right: list[int],
 ) -> None:
-    """``right`` lists the number of right drafts of successive steps; the list is repeated."""
+    """``right`` has the number of right drafts for each step. After its end, it begins again."""
     expected = cold(eager, arrivals)
     k, runners = drafting
     for name, (runner, plan) in runners.items():
@@ -196,7 +202,7 @@ def set_drafts(
     expected: dict[str, list[int]],
     num_right: int,
 ) -> None:
-    """Replace the drafts of a request: first right tokens, then wrong tokens."""
+    """Replace the drafts of a request by ``num_right`` right tokens and then wrong tokens."""
     rows = scheduler.ranks[0].rows
     rows.settle(rows.index_of(request))
     done = len(request.tokens) - request.num_prompt_tokens
@@ -208,7 +214,7 @@ def set_drafts(
 
 
 def guessable_of(arrivals: list[Arrival]) -> list[Arrival]:
-    """Return the arrivals with tokens of the small vocabulary."""
+    """Return the arrivals, with their tokens changed to tokens of the small vocabulary."""
     return [
         replace(each, prompt=tuple(token % NUM_GUESSABLE for token in each.prompt))
         for each in arrivals
@@ -225,7 +231,7 @@ def guessing(
 ) -> Runners:
     """Return an eager runner and a runner with graphs.
 
-    Both runners use the module's drafts, and have several steps in flight.
+    Both runners use the drafts of the next-token module, and have several steps in flight.
     """
     decode = tuple((k + 1) * size for size in sizes)
     plan = make_plan(*decode, mixed=mixed, query_len=k + 1, max_num_seqs=MAX_SEQS)
@@ -278,8 +284,8 @@ def test_random_drafts_of_few_tokens_are_often_accepted(
 
 @pytest.fixture(scope="module", params=[0, slow(2)])
 def in_bfloat16(npu: Any, guessable: Path, request: Any) -> tuple[int, Runners]:
-    # There is a graph of every size, so no batch is padded. Padded batches can be rounded
-    # differently.
+    # There is a graph of every size, so no batch is padded. Results of padded batches can be
+    # rounded differently.
     sizes = range(1, MAX_SEQS + 1)
     return request.param, guessing(npu, guessable, request.param, sizes, (), dtype="bfloat16")
 
@@ -303,5 +309,5 @@ def test_graphs_of_canns_operators_equal_eager_steps_bit_by_bit(
 
     (eager, states), (graphs, others) = found
     assert graphs == eager
-    # The bits of all slots are compared, except the slot of padding.
+    # All slots must have the same bits, except the slot of padding.
     assert all(map(torch.equal, states, others))

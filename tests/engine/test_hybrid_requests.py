@@ -1,4 +1,4 @@
-"""Whole requests of a model with recurrent state, step by step on one rank."""
+"""Requests of a model with recurrent state run to their end, step by step, on one rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def slots_of(runner: ModelRunner) -> list[Tensor]:
 def test_a_checkpoint_is_written_before_the_result_is_sent(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the result, the engine uses the checkpoint, even if the device is then aborted."""
+    """As soon as the engine has the result, it uses the checkpoint, even if the device is aborted
+    after that.
+    """
     states, [prompt] = runner._states, make_prompts([32])
     assert states is not None
     slots, sent = states._slots, list[list[Tensor]]()
@@ -58,7 +60,7 @@ def test_a_checkpoint_is_written_before_the_result_is_sent(
 def test_the_last_token_of_a_prompt_changes_the_state_by_one_rule(
     npu: Any, hybrid: Path, monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
-    """A request that continues in another group does not sample after its prompt."""
+    """A request samples a token after its prompt, but not if it continues in another group."""
     runner = make_runner(npu, hybrid, 4)
     states, noted = runner._states, list[StateMetadata]()
     assert states is not None
@@ -84,7 +86,7 @@ GRAPHS = {"decode": decode_graph(4), "pieces": pieces(16)}
 
 @pytest.mark.parametrize("kind", ["eager", *GRAPHS])
 def test_steps_of_padding_change_no_state(npu: Any, hybrid: Path, kind: str) -> None:
-    """An idle data-parallel rank runs steps on padding; then its own requests continue."""
+    """An idle data-parallel rank runs steps on padding. After that, its own requests continue."""
     graph = GRAPHS.get(kind)
     runner = make_runner(npu, hybrid, 8, list(GRAPHS.values()))
     for each in GRAPHS.values():
@@ -110,13 +112,13 @@ def same_rows(states: Tensor, others: Tensor) -> bool:
 
 
 def test_two_requests_that_start_from_one_checkpoint_diverge(npu: Any, hybrid: Path) -> None:
-    """Two requests start from the same checkpoint, and then have different tokens."""
+    """After the checkpoint from which both start, the two requests have different tokens."""
     prefix, *rests = make_prompts([32, 5, 5])
     prompts = [prefix + rest for rest in rests]
     runner = make_runner(npu, hybrid, 4)
     sequences = Sequences(runner, [prefix, *prompts])
     sequences.step(None, [0, 0, 32, 0], started=(sequences.start(0),), kept=pack_ints([0, 3]))
-    # All requests use the first request's blocks for the prefix.
+    # For the shared prefix, all requests use the first request's blocks.
     starts = [
         msgspec.structs.replace(sequences.start(row), block_ids=pack_ints([1, 4 * row + 2]))
         for row in (1, 2)

@@ -1,4 +1,6 @@
-"""After random traffic of a hybrid with all features, slots, checkpoints and blocks are free."""
+"""After random requests to a hybrid model with all features, all slots, checkpoints and blocks are
+free again.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ class Traffic:
     """Requests with prompts from a small set, and their answers.
 
     Attributes:
-        expected: the longest answer to each prompt.
-        got: prompt and tokens of each request.
+        expected: for each prompt, the longest answer that any request can get.
+        got: for each request, its prompt and its tokens.
     """
 
     runner: ModelRunner
@@ -70,7 +72,7 @@ class Traffic:
         if chance.random() < 0.05 and self.got:
             output = scheduler.abort(chance.choice(list(self.got)[-9:]))
             self.take([] if output is None else [output])
-        if chance.random() < 0.04:  # as after an abort of the device
+        if chance.random() < 0.04:  # undoes the steps in flight, as an abort does
             self.runner.forget_steps()
             scheduler.rewind(scheduler.epoch + 1)
         if number % 200 == 100:
@@ -89,7 +91,7 @@ class Traffic:
             assert tokens == self.expected[prompt][: len(tokens)]
 
     def exchange_graphs(self) -> None:
-        """Release a graph, or capture one again, between two steps."""
+        """Between two steps, release a graph or capture a released one again."""
         while self.runner.is_busy:
             self.take(self.scheduler.update([self.runner.finish()]))
         graph, dispatcher = self.chance.choice(self.plan.capture_order), self.scheduler.dispatcher
@@ -103,7 +105,7 @@ class Traffic:
             dispatcher.add(graph)
 
     def check_owners(self) -> None:
-        """Check that each row, checkpoint and block has one owner, or is free."""
+        """Check that each row, checkpoint and block has exactly one owner, or is free."""
         [rank], kept = self.scheduler.ranks, self.checkpoints
         assert len({request.row for request in rank.running}) == len(rank.running)
         assert rank.num_free_rows == MAX_SEQS - len(rank.running)
@@ -129,7 +131,7 @@ def make_small_hybrid(directory: Path) -> None:
 def test_random_steps_give_every_slot_checkpoint_and_block_back(npu: Any, tmp_path: Path) -> None:
     make_small_hybrid(tmp_path)
     chance = random.Random(3)
-    # There are more prefixes than checkpoints, so that checkpoints are always written and evicted.
+    # There are more prefixes than checkpoints, so that checkpoints are evicted all the time.
     prompts = [
         tuple(chance.choices(range(NUM_GUESSABLE), k=shared)) + (own,) * (own + 1)
         for shared in (32, 64, 96)

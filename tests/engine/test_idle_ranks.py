@@ -1,5 +1,5 @@
-"""If ranks have different batches in a step, idle ranks run the step with padding only, and smaller
-batches are padded.
+"""If data-parallel ranks have batches of different sizes, smaller batches are padded, and idle
+ranks run padding only.
 """
 
 from __future__ import annotations
@@ -112,5 +112,5 @@ def test_a_rank_without_samples_runs_the_head_where_another_samples(runner: Mode
     assert sequences.idle(None, OTHERS).token_ids == b""
     assert rows == [1]
 
-    sequences.idle(None, RankBatch(pack_ints([0, 0, 11, 0])))  # this chunk does not end its prompt
+    sequences.idle(None, RankBatch(pack_ints([0, 0, 11, 0])))  # the prompt continues later
     assert rows == [1]

@@ -1,4 +1,4 @@
-"""The running batch is compared with a simple implementation that uses lists."""
+"""The batch of running requests is compared with a simple implementation that uses lists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACE = ContextPlace(Shards(BLOCK))
 
 
 class NaiveRows:
-    """Tokens and blocks by row, in lists."""
+    """The simple implementation: lists of tokens and of blocks for each row."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}

@@ -1,4 +1,6 @@
-"""Whole models with weights of four bits, compared with the same weights in bfloat16."""
+"""Whole models with weights of four bits are compared with models that have the same weights in
+bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ from tests.int4_checkpoints import (
     rewrite,
 )
 
-# The sizes are multiples of a group of 256 and, on each rank, multiples of 8.
+# The sizes are multiples of 256, the largest group of weights with one scale. On each rank, they
+# are multiples of 8.
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 MOE = SIZES | {"moe_intermediate_size": 256}
 MODELS: dict[str, dict[str, Any]] = {
@@ -72,7 +75,8 @@ def described(kind: str, group: int | None) -> dict[str, Any]:
     return {"kind": kind, "description": {"version": "1.0.0", "group_size": group or 0}}
 
 
-# For each model: how published tools write its weights. Inputs (rows) are not quantised.
+# Models whose inputs of products (rows) are not quantised. For each: architecture, writer of its
+# weights in a published format, and further arguments.
 FLOAT_ROWS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "Kimi K2": (
         "DeepseekV3ForCausalLM",
@@ -152,9 +156,9 @@ def test_logits_with_int8_rows_are_near_those_of_bfloat16(
         for directory in (quantised, floats)
     )
 
-    # The weights are equal. Quantising the inputs of a product adds a relative error of about 0.01,
-    # and there are about a dozen successive products. Different choices of experts add an error of
-    # about the same size.
+    # The weights of both models are equal. In one model, the inputs of each product are quantised,
+    # which adds a relative error of about 0.01; there are about a dozen products in a row.
+    # Different choices of experts add about as much.
     assert 0 < relative_error(got, want) < 0.1
     eager = generate(npu, quantised, BFLOAT16)
     assert generate(npu, quantised, BFLOAT16, in_graphs=True) == eager

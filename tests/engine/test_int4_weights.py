@@ -1,4 +1,4 @@
-"""Weights of four bits are read, and their values and products are compared with floats."""
+"""Weights of four bits are read from files; their values and products are compared with floats."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def weight() -> Tensor:
 
 
 def one_sign(weight: Tensor) -> Tensor:
-    """Make the weights of every second output positive, so that wrong sums of weights give large
-    errors.
+    """Make the weights of every second output positive, so that an error in a sum of weights
+    becomes large.
 
-    The fixture gives the outputs very different values, so the use of another output's scale gives
-    a large error, too.
+    The weights of different outputs have very different sizes, so that another output's scale would
+    give a large error, too.
     """
     weight[::2].abs_()
     return weight
@@ -153,8 +153,8 @@ def test_a_byte_holds_two_outputs_for_all_pairs_of_values() -> None:
 def error_bound(x: Tensor, weight: Tensor, *, quantises: bool, dtype: torch.dtype) -> Tensor:
     """Return the largest possible error of ``x @ weight.T``, for each element.
 
-    Quantised inputs have a scale of r = max|x| / 127 in each row, and so an error of at most r / 2
-    in each element. Dequantised weights and results are rounded to ``dtype``; each rounding changes
+    If inputs are quantised, each row has a scale r = max|x| / 127, so each element has an error of
+    at most r / 2. Dequantised weights and results are rounded to ``dtype``; each rounding changes
     an element by at most half of its last bit. There is no other error.
     """
     eps = torch.finfo(dtype).eps
@@ -303,7 +303,7 @@ def test_offsets_of_experts_are_one_tensor(npu: Any, tmp_path: Path) -> None:
 
 
 def test_rows_for_fewer_outputs_are_refused(tmp_path: Path) -> None:
-    """A byte has the values of two outputs, so three outputs need two rows."""
+    """Each byte contains the values of two outputs, so three outputs need two rows of bytes."""
     values, scales = quantise(torch.randn(3, IN), 32)
     form = Int4Format(quantises_rows=False, group=32)
     tensors = pairs_of_outputs("w", values[:2], scales[:2]) | {"w.weight_scale": scales}

@@ -1,4 +1,6 @@
-"""Latent attention to all keys of an int8 cache: blocks of keys, and the number of operators."""
+"""Latent attention to all keys of an int8 cache: the blocks in which it reads keys, and its number
+of operators.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Weights in int8 are read, or quantised during loading; values and products are compared with
-floats.
+"""Weights in int8 are read from files, or quantised during loading. Their values and products are
+compared with floats.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ PARTS = [(dim, size) for dim in (0, 1) for size in (1, 2, 4, 7)]
 @pytest.fixture
 def weight() -> Tensor:
     torch.manual_seed(0)
-    # Outputs have very different values, so the use of another output's scale gives a large error.
+    # The outputs have weights of very different size, so that another output's scale would give a
+    # large error.
     return (torch.randn(SHAPE) * torch.logspace(-3, 1, OUT).unsqueeze(1)).bfloat16().float()
 
 
@@ -41,7 +42,7 @@ def write(directory: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 def int8_tensors(weight: Tensor, name: str = "w") -> dict[str, Tensor]:
-    """Quantise a weight by the published formula of the tools, one output after another."""
+    """Quantise a weight, each output separately, by the formula of published tools."""
     scales = torch.stack([row.abs().max() / 127 for row in weight])
     values = torch.stack([torch.round(row / s) for row, s in zip(weight, scales, strict=True)])
     return {f"{name}.weight": values.to(torch.int8), f"{name}.weight_scale": scales}
@@ -124,7 +125,7 @@ def test_the_parts_of_all_ranks_make_the_whole_and_zeros(
     assert len(scales) == size
     if dim == 0:
         assert torch.equal(torch.cat(scales, 1)[:, :OUT], whole.scale)
-    else:  # ranks split the inputs, and all ranks have the same scales
+    else:  # ranks split the inputs, so all have the same scales
         assert all(torch.equal(scale, whole.scale) for scale in scales)
 
 

@@ -1,4 +1,6 @@
-"""Compiled grammars are kept within a memory limit; a waiting request always gets its grammar."""
+"""Compiled grammars are kept up to a limit of memory and of number. A waiting request always gets
+its grammar.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models of which one operator computes the queries of latent attention and writes the cache,
-compared with models of separate operators.
+"""Models in which one operator computes the queries of latent attention and writes the cache are
+compared with models that use separate operators.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ SIZES = {
     "num_hidden_layers": LAYERS,
     "first_k_dense_replace": LAYERS,
 }
-LENGTHS = [6, 5]  # of two requests, whose tokens attend directly
+LENGTHS = [6, 5]  # numbers of tokens of two direct requests
 TOKENS = torch.arange(5, 16)
 BLOCK_SIZE = 16
 SETTINGS = {**W8A8, "kv": {"block_size": BLOCK_SIZE}}
 SEPARATE = ["norm_quant", "swiglu_quant", "nz_weights"]
 FUSED = [*SEPARATE, "latent_prologue"]
-# In place of this operator: two products, a norm, the quantisation of its result, three copies of
-# parts of results, the rotation, the write of the cache, and the product with the key matrices.
+# Number of launches that the operator saves. It replaces two products, a norm, the quantisation of
+# the norm's result, three copies of parts of results, the rotation, the write of the cache, and the
+# product with the key matrices.
 SAVED = 9
 
 
@@ -76,7 +77,9 @@ def decide(npu: Any, chosen: list[str], **keys: Any) -> Fusions:
 
 
 def logits_of(npu: Any, directory: Path, fusions: Fusions) -> tuple[Tensor, list[Tensor]]:
-    """Return the logits of two requests with few tokens, and the caches after this step."""
+    """Run a step of two requests with few tokens; return their logits, and the caches after the
+    step.
+    """
     spec = read_model_spec(directory)
     weights = Checkpoint(directory, torch.bfloat16, quantises=True, names=spec.names)
     model = Decoder(spec, ONE_RANK, weights, device=npu.device, max_len=MAX_LEN, fusions=fusions)
@@ -112,10 +115,11 @@ def test_one_operator_computes_what_separate_operators_compute(
 
     assert fused.report()["latent_prologue"] == f"in {LAYERS} places"
     assert separate.report()["latent_prologue"] == "off (not in device.fusions)"
-    # The operator quantises float32. Separate operators round to bfloat16 first. A different
-    # rounding to int8 adds errors that are as large as the errors of int8 itself.
+    # The operator quantises float32 values; separate operators first round them to bfloat16. The
+    # different rounding to int8 adds errors as large as those of int8 itself.
     assert 0 < relative_error(logits, twin) < 0.12
-    # Attention of one row may choose another key, so a row alone may differ by more.
+    # In a single row, attention may choose another key, which gives a larger difference. So the
+    # median is compared.
     assert row_errors(logits, torch.cat(wanted)).median() < 0.12
     for got, want in zip(caches, caches_of_twin, strict=True):
         assert (got != 0).any() and relative_error(got, want) < 0.05

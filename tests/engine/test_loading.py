@@ -1,5 +1,5 @@
-"""Loading weights from a checkpoint to the device: the result, and the memory that is used
-meanwhile.
+"""Weights are loaded from a checkpoint to the device. The tests check the weights, and the memory
+that loading uses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.models.checkpoint import PIECE_BYTES, Checkpoint
 from dist_aclgraph.models.loading import WeightSlices
 
-OUT, IN = 3000, 1030  # not aligned, and so large that the weight is read in several unequal pieces
+OUT, IN = 3000, 1030  # so large that the weight is read in several pieces of unequal size
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 """After any sequence of steps and discarded tokens, masks equal those of a new matcher that has
-read the output.
+read the whole output.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ ENDS = TOKENIZER.eos_ids
 VOCABULARY = vocabulary_of(TOKENIZER)
 LL = open_tokenizer(VOCABULARY)
 PROMPT = 5
-BEGIN, STOP = 300, 301  # the tokens that begin and end the reasoning
+BEGIN, STOP = 300, 301  # ids of the tokens that begin and end the reasoning
 
 
 class Row:
-    """One row, whose output grows and shrinks."""
+    """One row. Its output grows by steps, and shrinks when tokens are discarded."""
 
     def __init__(
         self, structure: Structure, k: int, min_tokens: int = 0, *, may_wait: bool = True
     ) -> None:
         self.output: list[int] = []
         self.failed: dict[int, str] = {}
-        self.num_known = 0  # number of output tokens that the host has received
+        self.num_known = 0  # number of output tokens that the host has
         self._k = k
         self._batch = SimpleNamespace(
             num_tokens=np.array([PROMPT]), token_ids=np.zeros((1, 200), np.int32)
@@ -59,7 +59,7 @@ class Row:
             time.sleep(0.001)
 
     def serve(self, text: str) -> None:
-        """Begin another request, which already has a part of its output."""
+        """Give the row to another request, which already has the output ``text``."""
         self.output = LL.tokenize_str(text)
         self.num_known = len(self.output)
         self._show()
@@ -70,7 +70,7 @@ class Row:
         self._batch.num_tokens[0] = PROMPT + self.num_known
 
     def masks(self, drafts: list[int] | None = None) -> np.ndarray:
-        """Return whether each token is allowed at each place, [k + 1, vocab]."""
+        """Return the mask of allowed tokens at each place, bool [k + 1, vocab]."""
         drafts = drafts or []
         self._show()
         num_logits = len(drafts) + 1
@@ -93,7 +93,7 @@ class Row:
         known: Any = SimpleNamespace(samples=np.zeros(self._k + 1, np.intp))
         table = np.array([[*drafts, *[0] * (self._k - len(drafts))]]) if self._k else None
         masks = self.matchers.masks(step, known, table)
-        # If the masks came too late for the row, the row begins again with all its tokens.
+        # If the row's masks came too late, the row begins again with all its tokens.
         while (report := self.matchers.take_report()).unmasked:
             self._batch.num_tokens[0] = first
             self.begin()
@@ -175,7 +175,7 @@ def test_a_request_that_begins_its_row_again_does_not_compile_its_grammar_again(
         assert (row.masks()[0] == fresh_mask(grammar, row.output)).all()
     assert len(compiled) == 1
 
-    row.serve("b")  # another request needs other states of the lexer
+    row.serve("b")  # another request uses other states of the lexer
     assert (row.masks()[0] == fresh_mask(grammar, row.output)).all()
     assert len(compiled) == 2
 
@@ -287,7 +287,7 @@ def test_masks_that_take_too_long_end_the_request(may_wait, first_s, each_s, mos
 
 
 class Clock:
-    """A clock of CPU time that advances only while a mask is computed."""
+    """Stands for a clock of CPU time. It advances only while a mask is computed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, mask_s: float) -> None:
         self.num_masks = 0

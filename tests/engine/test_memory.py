@@ -1,4 +1,6 @@
-"""The planned memory of a rank is compared with the tensors that the rank has."""
+"""The memory that is planned for a rank is compared with the size of the tensors that the rank then
+has.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ STEP_BUFFERS = ("step buffers", "token counts")
 
 
 def tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield every device tensor that an object of this package holds; shared storage is yielded
-    once.
+    """Yield every device tensor that ``value`` and its attributes hold. Of tensors with the same
+    storage, yield only one.
     """
     if isinstance(value, Tensor):
         if value.device.type == "npu" and value.untyped_storage().data_ptr() not in seen:
@@ -179,7 +181,9 @@ def test_a_rank_holds_the_caches_and_step_buffers_that_were_computed(
 def test_of_a_cache_whose_requests_are_computed_again_nothing_is_left(
     npu: Npu, checkpoint: Path
 ) -> None:
-    """Repaired memory has undefined contents: NaN after a request's last key could spread."""
+    """Memory that was repaired has undefined contents. A NaN behind a request's last key could
+    spread to results.
+    """
     runner = make_runner(npu, checkpoint)
     device = Mock()
     device.bad_memory.return_value = ()
@@ -195,7 +199,8 @@ def test_of_a_cache_whose_requests_are_computed_again_nothing_is_left(
 
 
 def test_blocks_get_the_memory_of_the_trial_caches(npu: Any, tmp_path: Path) -> None:
-    """Offers are made while caches for trials exist, whose states are as large as the later ones.
+    """Ranks make their offers while the caches for trials exist. These have states as large as
+    those of the final caches.
 
     The device has room for the states and for all useful blocks, but not for twice the states.
     """

@@ -1,5 +1,5 @@
-"""Latent attention: the forms of attention are compared with each other, and weights and scale with
-transformers.
+"""Latent attention: its different forms are compared with each other; its weights and its scale are
+compared with those of transformers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tests.engine.prompt_steps import prompt_step
 from tests.engine.runners import Sequences, make_runner
 
 DEEPSEEK = ["DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"]
-FEW = [(1, 40), (3, 0), (16, 100), (1, 0)]  # numbers of queries and of earlier tokens
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # for float32: each form has another order of additions
+FEW = [(1, 40), (3, 0), (16, 100), (1, 0)]  # queries and earlier tokens of each request
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # for float32; the forms add in different orders
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,9 @@ def runner(npu: Any, checkpoint: Path) -> ModelRunner:
 
 @pytest.fixture
 def guessing(npu: Any, checkpoint: Path) -> ModelRunner:
-    """A runner with one step in flight; during the step, it guesses and sends the next lengths."""
+    """A runner with one step in flight. During the step, it guesses the lengths of the next step,
+    and sends them ahead.
+    """
     scheduler = {"max_num_seqs": 8, "steps_in_flight": 1}
     return make_runner(npu, checkpoint, settings={"dtype": "float32", "scheduler": scheduler})
 
@@ -82,7 +84,7 @@ def test_mixed_batches_replay_the_tokens_of_eager_steps(
 
 
 def mixed_schedule(sequences: Sequences) -> Iterator[tuple[list[int], dict[str, Any]]]:
-    """Yield steps in which one prompt runs in two chunks, while earlier requests decode."""
+    """Yield steps in which a prompt runs in two chunks while the other requests decode."""
     for newest in range(len(sequences.tokens)):
         start = sequences.start(newest)
         prompt = len(sequences.tokens[newest])
@@ -113,7 +115,7 @@ def test_steps_after_a_right_guess_send_no_lengths(npu: Any, guessing: ModelRunn
         updates.append(emulator.counters()["task_updates"] - before)
 
     ahead = guessing._model.spec.num_layers
-    # The last guess was wrong, so all lengths were sent twice.
+    # The last guess of the lengths was wrong, so the lengths were sent a second time.
     assert updates == [ahead, ahead, 2 * ahead]
 
 
@@ -170,7 +172,7 @@ def test_a_capture_uses_the_memory_of_a_released_capture_again(
         free.append(npu.memory().free_bytes)
         runner.release(decode_graph(8))
 
-    assert free[0] - free[-1] < 1 << 20  # less than the smallest pool of a graph, 2 MiB
+    assert free[0] - free[-1] < 1 << 20  # a graph's memory pool has at least 2 MiB
 
 
 def test_release_of_what_was_never_captured_is_ignored(runner: ModelRunner) -> None:
@@ -246,7 +248,7 @@ def test_captures_end_with_the_streams_and_go_on_after_a_release(checkpoint: Pat
 
 
 def two_steps(runner: ModelRunner) -> tuple[RankPlan, RankPlan]:
-    """Compute two prompts; return the two decode steps that follow."""
+    """Compute two prompts; return the plans of the two decode steps that follow."""
     sequences = Sequences(runner, make_prompts([3, 5]))
     sequences.prefill()
     rows, appended = sequences.decoding(2)
@@ -283,4 +285,4 @@ def test_a_result_tells_how_long_only_the_device_has_delayed_it(
 
     assert [result.step for result in results] == [2, 3]
     assert results[0].waited_us > 0
-    assert results[1].waited_us == 0  # no step was queued behind this step
+    assert results[1].waited_us == 0  # no further step was queued behind it

@@ -1,4 +1,4 @@
-"""Law: with any schedule, every graph mode gives the tokens of eager steps."""
+"""Law: whatever the scheduler decides, every graph mode gives the same tokens as eager steps."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def runners(npu: Any, checkpoint: Path) -> dict[str, ModelRunner]:
 
 @pytest.fixture(scope="module")
 def padded_runners(npu: Any, checkpoint: Path) -> Iterator[dict[str, ModelRunner]]:
-    """Runners with graphs for 32, 64 and 128 tokens, whose lengths are never updated."""
+    """Runners whose graphs have fixed lengths of keys: 32, 64 and 128 tokens. The lengths are never
+    updated.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning.buckets, "SMALLEST_KV_SIZE", 32)
         graph = {"updates": "none"}
@@ -112,10 +114,10 @@ def run(
     after_turn: Callable[[Scheduler], None] = lambda scheduler: None,
     **sampling: Any,
 ) -> tuple[dict[str, list[int]], Scheduler]:
-    """Run the arriving requests with a scheduler and a runner; return each request's tokens.
+    """Run the requests of ``arrivals`` with a scheduler and a runner; return each request's tokens.
 
     Args:
-        checkpoints: the checkpoints of recurrent states, if the model has recurrent states.
+        checkpoints: the pool of checkpoints, if the model has recurrent states.
     """
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
@@ -207,7 +209,7 @@ def test_every_mode_of_sparse_attention_gives_the_tokens_of_eager_steps(
 def test_padding_that_is_longer_than_any_request_runs_no_graph(
     npu: Any, request: pytest.FixtureRequest, model: str
 ) -> None:
-    # If all rows are in use, one request of the graph gets all padding tokens.
+    # If all rows are in use, the graph has one padding request, which gets all padding tokens.
     plan = make_plan(MAX_LEN * 2, mode="FULL", max_num_seqs=MAX_SEQS)
     runners = make_runners(npu, request.getfixturevalue(model), {"FULL": plan})
     arrivals = [Arrival(0, tuple(range(7 * i, 7 * i + 5)), 2 + i, None) for i in range(MAX_SEQS)]

@@ -1,4 +1,6 @@
-"""gpt-oss with experts in MXFP4, as published, equals the model that transformers dequantises."""
+"""gpt-oss with experts in MXFP4, as published, generates the same tokens as transformers with
+dequantised weights.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_values_are_those_of_transformers(npu: Any) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_tokens_are_those_of_the_dequantised_model(npu: Any, tmp_path: Path, tp: int) -> None:
-    """With two ranks, a rank has 48 of the 96 inner columns: one group and a half."""
+    """With two ranks, a rank has 48 of the 96 inner columns: one and a half groups of weights with
+    a common scale.
+    """
     model, prompts = publish(tmp_path), make_prompts([40, 3])
 
     config = make_deployment_config(tmp_path, parallel={"tp": tp})
@@ -65,7 +69,9 @@ def test_values_and_powers_of_another_type_are_refused(
 
 
 def publish(directory: Path) -> Any:
-    """Write a random gpt-oss with the published names; return the model that transformers reads."""
+    """Write a random gpt-oss under the published names; return the model that transformers reads
+    from these files.
+    """
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     make_reference("GptOssForCausalLM", directory)

@@ -1,4 +1,6 @@
-"""The next-token module is compared with that of transformers, which loads the same checkpoint."""
+"""The next-token module is compared with that of transformers. Both are loaded from the same
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ def test_the_module_of_a_hybrid_is_a_decoder_of_one_layer_over_mixed_inputs(
 def one_layer_of_transformers(
     model: Any, directory: Path, tokens: list[int], hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Compute a Qwen hybrid's next-token module with a decoder layer and norms of transformers.
+    """Compute the next-token module of a Qwen hybrid with a decoder layer and norms of
+    transformers.
 
     transformers itself ignores the weights of this module.
     """
@@ -119,8 +122,8 @@ def theirs(model: Any, directory: Path, tokens: list[int], hidden: torch.Tensor)
     from transformers.modeling_layers import MtpModel
 
     last = model.config.num_hidden_layers
-    # transformers skips next-token modules by layer number, and knows only the numbers of published
-    # models.
+    # transformers skips the weights of next-token modules by their layer number. It knows only the
+    # layer numbers of published models.
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{last}.*"]
     model.config.name_or_path, model.config.dtype = str(directory), torch.float32
     module = MtpModel.from_pretrained(model).eval()

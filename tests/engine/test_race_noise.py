@@ -1,6 +1,7 @@
-"""The random numbers for sampling (races between tokens) have the right distribution.
+"""The random numbers for sampling have the right distribution. Tokens race: the smallest number
+wins.
 
-The numbers depend only on seed, position and token.
+The numbers depend only on the seed, the position and the token.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def noise(npu: Any) -> RaceNoise:
 
 
 def draw(noise: RaceNoise, npu: Any, keys: np.ndarray) -> np.ndarray:
-    """Return the exponentially distributed numbers of each key, [n, vocab]."""
+    """Return, for each key, its exponentially distributed numbers, [n, vocab]."""
     column = torch.from_numpy(np.ascontiguousarray(keys)).to(npu.device).unsqueeze(-1)
     return noise.log_exponentials(column).cpu().double().exp().numpy()
 
@@ -43,7 +44,7 @@ def test_a_key_does_not_depend_on_its_neighbours(seed: int, position: int) -> No
 def test_keys_of_one_seed_are_uniform() -> None:
     counts, _ = np.histogram(keys_of([5] * 50_000, range(50_000)), bins=50, range=(-(2**31), 2**31))
 
-    assert ((counts - 1000) ** 2 / 1000).sum() < 100  # 49 degrees of freedom, p = 1e-5
+    assert ((counts - 1000) ** 2 / 1000).sum() < 100  # chi-square, 49 degrees, p = 1e-5
 
 
 def test_keys_of_neighbouring_seeds_and_positions_are_uncorrelated() -> None:
@@ -63,18 +64,18 @@ def test_numbers_are_exponential(noise: RaceNoise, npu: Any, axis: str) -> None:
     counts, _ = np.histogram(sample, bins=[*edges, np.inf])
 
     expected = len(sample) / 50
-    assert ((counts - expected) ** 2 / expected).sum() < 100  # 49 degrees of freedom, p = 1e-5
+    assert ((counts - expected) ** 2 / expected).sum() < 100  # chi-square, 49 degrees, p = 1e-5
 
 
 def test_the_smallest_numbers_are_spread_evenly(noise: RaceNoise, npu: Any) -> None:
-    """The smallest number wins a race, so small numbers must have many different values."""
+    """The token with the smallest number wins, so small numbers must have many different values."""
     numbers = draw(noise, npu, keys_of([7] * 8000, range(8000))).ravel()
 
     least = np.sort(numbers)[:2000]
 
     assert len(np.unique(least)) > 1990
     counts, _ = np.histogram(least, bins=20, range=(0, 2000 / len(numbers)))
-    assert ((counts - 100) ** 2 / 100).sum() < 60  # 19 degrees of freedom, p = 1e-5
+    assert ((counts - 100) ** 2 / 100).sum() < 60  # chi-square, 19 degrees, p = 1e-5
 
 
 def test_numbers_of_two_tokens_and_of_two_keys_are_uncorrelated(noise: RaceNoise, npu: Any) -> None:
@@ -96,7 +97,7 @@ def test_all_orders_of_three_tokens_are_equally_probable(noise: RaceNoise, npu: 
         counts = np.bincount(orders @ np.array([9, 3, 1]), minlength=27)
         counts = counts[counts > 0]
         assert len(counts) == 6
-        assert ((counts - 2000) ** 2 / 2000).sum() < 31  # 5 degrees of freedom, p = 1e-5
+        assert ((counts - 2000) ** 2 / 2000).sum() < 31  # chi-square, 5 degrees, p = 1e-5
 
 
 @pytest.mark.parametrize("key", [-(2**31), -1, 0, 1, 2**31 - 1])

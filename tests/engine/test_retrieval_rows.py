@@ -30,7 +30,7 @@ PROMPTS = make_prompts((1, 2, 33, 70, 100))
 def run(
     npu: Any, directory: Path, params: SamplingParams, prompts: Sequence[list[int]] = PROMPTS
 ) -> list[list[Answer]]:
-    """Run the prompts twice, the second time with cached prefixes; return both lists of answers."""
+    """Run the prompts twice. The second run finds cached prefixes. Return both lists of answers."""
     runner = make_runner(npu, directory, max_tokens=MAX_ROWS)
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=MAX_ROWS, max_num_batched_tokens=32),
@@ -52,7 +52,7 @@ def run(
 
 def test_a_decoder_without_a_head_embeds(npu: Any, tmp_path: Path) -> None:
     model = make_reference("Qwen3ForCausalLM")
-    model.model.save_pretrained(tmp_path)  # the file has no head, and names without a prefix
+    model.model.save_pretrained(tmp_path)  # the file contains no head, and its names have no prefix
     model.config.architectures = ["Qwen3ForCausalLM"]
     model.config.save_pretrained(tmp_path)
 

@@ -38,7 +38,7 @@ SCHEMES = {
     "yarn-mscale": {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 0.5},
     "longrope": LONG_ROPE,
 }
-# Configurations with older keys of config.json, in place of rope_parameters or in addition.
+# Older keys of config.json, which stand in place of rope_parameters or beside it.
 KEYS: dict[str, dict[str, Any]] = {
     "older": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
     "older-wins": {"rope_scaling": YARN_ROPE, "rope_parameters": LINEAR_ROPE},
@@ -99,7 +99,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 @pytest.fixture(scope="module")
 def published(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return config.json without keys of the rotary embedding."""
+    """Return a config.json from which the keys of the rotary embedding are removed."""
     directory = tmp_path_factory.mktemp("published")
     make_reference("Qwen3ForCausalLM", directory)
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())

@@ -36,7 +36,7 @@ def test_tokens_use_the_copies_of_their_experts_in_turn(npu: Any, dp_rank: int) 
     chance, placement = np.random.default_rng(0), place_experts(8, 3, 4)
     slots = np.array([0] * 6 + [PADDING_SLOT] * 2, np.int32)
     x, weight = (chance.normal(size=size).astype(np.float32) for size in ((8, 32), (32, 8)))
-    x[1] = x[0]  # two successive tokens choose the same experts
+    x[1] = x[0]  # so that two successive tokens choose the same experts
     inputs = npu.upload(x), npu.upload(slots)
     table = npu.upload(placement.slot_table())
 

@@ -29,7 +29,7 @@ def make_logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """A place, which is sampled after the request's tokens and ``num_drafts`` drafts."""
+    """A place for sampling. It follows the request's tokens and its first ``num_drafts`` drafts."""
 
     sampling: RowSampling
     token_ids: np.ndarray
@@ -68,7 +68,7 @@ def run(npu: Any, logits: torch.Tensor, rows: list[Place]) -> tuple[list[int], l
 
 
 def target(logits: torch.Tensor, s: RowSampling) -> np.ndarray:
-    """Return the distribution that the parameters request, computed token by token."""
+    """Return the distribution that the parameters ``s`` require, computed token by token."""
     p = (logits.double() / s.temperature).softmax(-1).numpy()
     order = sorted(range(VOCAB), key=lambda token: -p[token])
     if s.top_k:
@@ -108,7 +108,7 @@ def test_tokens_follow_the_target_distribution(npu: Any, sampling: dict[str, Any
     assert seen[wanted == 0].sum() == 0
     likely = wanted * count >= 5
     chi_square = ((seen - wanted * count)[likely] ** 2 / (wanted * count)[likely]).sum()
-    assert chi_square < 2 * likely.sum() + 20  # not below the distribution's 99.9 % quantile
+    assert chi_square < 2 * likely.sum() + 20  # at least the 99.9 % quantile
 
 
 def test_a_row_gets_the_same_token_in_any_batch(npu: Any) -> None:

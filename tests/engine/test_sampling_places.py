@@ -1,4 +1,6 @@
-"""Law: parameters of earlier steps, which stay on the device, never change the sampled tokens."""
+"""Law: sampling parameters of earlier steps, which stay on the device, never change the tokens of
+later steps.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ PENALISED = [
 
 
 class Worker:
-    """The part of a worker that samples, with two steps in flight."""
+    """The part of a worker that samples tokens, with two steps in flight."""
 
     def __init__(self, npu: Any, num_drafts: int) -> None:
         self._npu, self._num_places = npu, num_drafts + 1
@@ -57,7 +59,7 @@ class Worker:
 
         Args:
             seed: seed of the step's random logits.
-            latest: [num_samples of the previous step], the tokens that the previous step sampled.
+            latest: the tokens that the previous step sampled, [num_samples of that step].
         """
 
         def tokens_at(references: IntArray) -> torch.Tensor:
@@ -78,7 +80,7 @@ class Worker:
         return got.token_ids.tolist(), got.logprobs
 
     def abort(self) -> None:
-        """Overwrite the parameters on the device, as an abort can do."""
+        """Overwrite the sampling parameters on the device. An abort can destroy them."""
         self._npu.synchronize()
         for tensor in tensors_of((self.output._known._places, self.output._counts._last)):
             tensor.fill_(1)
@@ -109,7 +111,7 @@ def test_a_worker_with_earlier_steps_samples_like_a_new_worker(
     coming: list[tuple[Worker, ComingOutput, Worker, ComingOutput]] = []
     for _ in range(data.draw(st.integers(1, 14))):
         rows = () if last is None else last.sampled_rows.tolist()
-        ended = 0  # stands for the token of a row whose request has ended
+        ended = 0  # used as the token of a row whose request has ended
         latest = [group.rows[row].tokens[-1] if row in group.rows else ended for row in rows]
         plan = group.decide()
         for start in plan.started:
@@ -142,7 +144,7 @@ def test_a_worker_with_earlier_steps_samples_like_a_new_worker(
 
 
 def with_sampling(plan: RankBatch, sampling: dict[int, RowSampling]) -> RankBatch:
-    """Return a plan whose rows begin with other parameters."""
+    """Return a plan whose rows begin with the parameters ``sampling``."""
     started = tuple(
         msgspec.structs.replace(start, sampling=sampling[start.row]) for start in plan.started
     )

@@ -1,7 +1,7 @@
-"""For each supported schema of JSON Schema's test suite, complete answers are valid; other schemas
-are refused.
+"""For each supported schema in JSON Schema's test suite, complete answers are valid. Unsupported
+schemas are refused.
 
-The schemas are those of draft 2020-12 (``tests/data/README.md``). A model generates answers,
+The schemas belong to draft 2020-12 (see ``tests/data/README.md``). A model generates answers, both
 greedily and randomly. If a schema does not limit the size of answers, most answers are cut off.
 """
 
@@ -38,7 +38,9 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 def compile_groups() -> tuple[dict[str, tuple[Any, str]], dict[str, str]]:
-    """Return (schema, grammar) of each group with a supported schema, and other groups' errors."""
+    """Compile the schema of each group of tests. Return (schema, grammar) of each supported schema,
+    and the errors of the others.
+    """
     tokenizer, limits = open_tokenizer(vocabulary_of(TOKENIZER)), make_limits()
     usable, refused = {}, {}
     for group in GROUPS:
@@ -97,5 +99,5 @@ def test_answers_are_valid(npu: Any, share: int) -> None:
 
 
 def test_the_documented_version_of_the_library_is_installed() -> None:
-    """The table in docs/use/structured.md is valid for this version of the library."""
+    """The table in docs/use/structured.md describes the version of the library that it names."""
     assert llguidance.__version__ == "1.9.1"

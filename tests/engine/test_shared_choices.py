@@ -1,4 +1,4 @@
-"""Sparse attention of ranks that share contexts is compared with that of one rank."""
+"""Sparse attention of several ranks that share contexts is compared with that of one rank."""
 
 from __future__ import annotations
 
@@ -56,11 +56,12 @@ KIND: Any = SimpleNamespace(
 
 @dataclass(frozen=True)
 class Case:
-    """Requests, each with numbers of earlier tokens and of queries. The earlier tokens run in a
-    separate step.
+    """Requests, each with a number of earlier tokens and a number of queries. The earlier tokens
+    run in a step before the queries.
 
     Attributes:
-        kind: what the ranks share: heads, which also means shards of the cache; prompts; or both.
+        kind: what the ranks share. "heads": each has some of the heads and a shard of the cache.
+            "prompts": each computes a part of each prompt. Or both.
     """
 
     shards: Shards
@@ -69,10 +70,11 @@ class Case:
     lens: Sequence[tuple[int, int]]
 
     def attend(self, npu: Npu, graph: BatchDescriptor | None = None) -> Tensor:
-        """Return the results of all tokens, [n, heads, plain dim], from all ranks together.
+        """Return the results of all tokens, [n, heads, plain dim], joined from the results of all
+        ranks.
 
         Args:
-            graph: the graph whose metadata the second step uses; None for an eager step.
+            graph: the graph whose metadata the step of the queries uses; None for an eager step.
         """
         ranks = ThreadRanks.of(self.num_ranks, share_prompts=self.kind == "both")
         found: list[Any] = ranks.run(lambda rank, context: self._on_rank(npu, rank, context, graph))
@@ -109,7 +111,7 @@ class Case:
         heads: slice,
         graph: BatchDescriptor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the results of the tokens that a rank runs, and their numbers."""
+        """Return the results of the tokens that this rank runs, and the indices of these tokens."""
         made = torch.Generator().manual_seed(sum(map(sum, self.lens)))
         count = sum(map(sum, self.lens))
 
@@ -197,7 +199,7 @@ class Case:
             [(i, 0, before) for i, (before, _) in enumerate(self.lens) if before],
             [(i, before, before + n) for i, (before, n) in enumerate(self.lens)],
         ]
-        # Requests with few queries come first.
+        # Requests with few queries come first in a batch.
         spans = [sorted(each, key=lambda span: span[2] - span[1]) for each in spans]
         return tuple(self._step(place, starts, each) for each in spans)  # type: ignore[return-value]
 
@@ -247,7 +249,8 @@ def test_ranks_attend_as_one_rank_does(npu: Npu, case: Case) -> None:
 
 
 def test_a_rank_without_tokens_writes_those_of_others(npu: Npu) -> None:
-    # The 16 ranks divide 17 queries into 32 pieces, so several ranks have no query.
+    # The 16 ranks divide 17 queries into 32 pieces, two for each rank, so several ranks have no
+    # query.
     case = Case(Shards(16), 16, "prompts", [(0, 17)])
     assert_equal(case.attend(npu), case.expected(npu))
 

@@ -1,4 +1,6 @@
-"""Attention of ranks that share a cache is compared with attention over the whole cache."""
+"""Attention of several ranks, each with a shard of the cache, is compared with attention over the
+whole cache.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,14 @@ from tests.engine.prompt_steps import prompt_step
 from tests.engine.thread_ranks import ThreadRanks
 from tests.laws import examples
 
-HEADS, DIM = 4, 64  # number of query heads on all ranks together; there is one KV head
+HEADS, DIM = 4, 64  # number of query heads of all ranks together; there is one KV head
 GARBAGE = 1000.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """Requests on ``shards.count`` ranks; each is (number of queries, number of earlier tokens).
+    """Requests on ``shards.count`` ranks. Each request is given as (number of queries, number of
+    earlier tokens).
 
     Unwritten slots of the cache contain very large values, which change the result if a query
     attends to them by mistake. (NaN would change the result even with a weight of zero.)
@@ -49,10 +52,11 @@ class Case:
         return ThreadRanks.of(self.shards.count, share_prompts=self.share_prompts)
 
     def attend(self, npu: Npu, ranks: ThreadRanks, graph: BatchDescriptor | None = None) -> Tensor:
-        """Check that all ranks agree; return their result [n, heads, dim], with a graph's padding.
+        """Return the result of all ranks, [n, heads, dim], with the padding of a graph. If ranks
+        split prompts, check that all have the same result.
 
         Args:
-            graph: the graph whose padded lengths are used; None for an eager step.
+            graph: the graph to whose lengths the step is padded; None for an eager step.
         """
         found = ranks.run(lambda rank, context: self._attend_on(npu, rank, context, graph))
         if not self.share_prompts:
@@ -141,7 +145,9 @@ class Case:
 
 
 def _padded(step: DeviceStep, count: int) -> DeviceStep:
-    """Return the step with padding like a graph's: the dummy block, position 0, and slot -1."""
+    """Return the step, padded to ``count`` as for a graph: padding has the dummy block, position 0,
+    and slot -1.
+    """
 
     def grown(x: Tensor, value: int) -> Tensor:
         return torch.cat([x, x.new_full((count, *x.shape[1:]), value)])
@@ -167,7 +173,9 @@ BOTH_KINDS = pytest.mark.parametrize("share_prompts", [False, True], ids=["heads
 def test_no_query_sees_the_future_when_its_request_crosses_into_a_shard(
     npu: Npu, before: int, share_prompts: bool
 ) -> None:
-    """After 127 tokens, the first query belongs to shard 0, and the drafts belong to shard 1."""
+    """After 127 earlier tokens, the first query's key is in shard 0, and the drafts' keys are in
+    shard 1.
+    """
     case = Case(Shards(128, 2, 128), [(3, before)], share_prompts)
     assert_close(case.attend(npu, case.ranks), case.expected())
 

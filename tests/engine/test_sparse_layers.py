@@ -1,4 +1,6 @@
-"""Single layers of sparse latent attention: number of operators, contents of the index cache."""
+"""Single layers of sparse latent attention: their number of operators, and the contents of their
+index cache.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def count_operators(npu: Npu, run: Callable[[], object]) -> int:
 
 
 def make_metadata(npu: Npu) -> AttentionMetadata:
-    """Return the metadata of requests that have one query and one key each."""
+    """Return the metadata of a step whose requests have one query and one key each."""
     each = torch.arange(1, NUM_TOKENS + 1, dtype=torch.int32).to(npu.device)
     slots = each * BLOCK_SIZE
     return AttentionMetadata(
@@ -64,7 +66,9 @@ def make_metadata(npu: Npu) -> AttentionMetadata:
 
 @dataclass(frozen=True)
 class Layers:
-    """A layer with an indexer, a layer that uses the indexer's choice, and the inputs of a step."""
+    """A layer with an indexer, a layer that uses the first layer's choice of keys, and the inputs
+    of a step.
+    """
 
     decoder: Decoder
     metadata: AttentionMetadata
@@ -154,7 +158,9 @@ def test_blocks_are_cleaned(npu: Any, layers: Layers, int8: bool) -> None:
 
 @torch.inference_mode()
 def test_attention_to_int8_latents_is_attention_to_their_values(npu: Any, layers: Layers) -> None:
-    """The values differ by half a scale at most; a scale is 1/127 of a tile's largest latent."""
+    """A latent and its int8 value differ by at most half a scale. A scale is 1/127 of the largest
+    latent in its tile.
+    """
     floats, packed = (layers.make_caches(int8=int8)[0] for int8 in (False, True))
     attention = layers.attention(0)
     found = []
@@ -170,7 +176,8 @@ def test_attention_to_int8_latents_is_attention_to_their_values(npu: Any, layers
     assert ((rows[:, :512] * scales - exact).abs() <= scales * 0.5001).all()
     keys = rows[:, 512 : 512 + 256].contiguous().view(torch.float32)
     assert torch.equal(keys, floats.rope_keys.flatten(0, 2).cpu()[slots])
-    # Each query sees only its own key, so its attended latent is the latent that was written.
+    # Each query sees only its own key, so the attended latent is the latent that was written for
+    # it.
     values = attention.sparse.values.cpu()
     wanted = torch.einsum("nc,hdc->nhd", rows[:, :512] * scales, values)
     torch.testing.assert_close(found[1], wanted, atol=1e-4, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""``stale_slots`` detects reads of recurrent states that were not written for the request."""
+"""``stale_slots`` detects a request that reads recurrent states that were not written for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_only_a_stored_checkpoint_can_be_read(npu: Any, hybrid: Path, source: st
     restored = {"checkpoint": [0, stored], "free checkpoint": [0, 1 - stored]}.get(source, [])
     sequences = Sequences(runner, make_prompts([37]))
 
-    # The row continues after its first 32 tokens, so the step reads a state.
+    # The step continues after the row's first 32 tokens, so it reads a state.
     result = sequences.step(
         None, [0, 32, 5, 1], started=(sequences.start(0),), restored=pack_ints(restored)
     )
@@ -38,7 +38,7 @@ def test_only_a_stored_checkpoint_can_be_read(npu: Any, hybrid: Path, source: st
 def test_the_strict_emulator_gives_a_request_a_row_without_state(
     npu: Any, hybrid: Path, strict: bool
 ) -> None:
-    """A request that reads the state of its row's earlier request is noticed."""
+    """A request that reads the state that an earlier request left in its row is noticed."""
     device = {"device": {"emulator": {"strict": strict}}}
     sequences = Sequences(
         make_runner(npu, hybrid, MAX_SEQS, settings=FLOAT32 | device), make_prompts([37])
@@ -51,7 +51,7 @@ def test_the_strict_emulator_gives_a_request_a_row_without_state(
 
 
 def test_the_state_after_a_rejected_draft_cannot_be_read(npu: Any, hybrid: Path) -> None:
-    """Random drafts are rejected, so the request continues from its first slot."""
+    """Random drafts are rejected, so the request must continue from its first slot."""
     runner = make_runner(npu, hybrid, MAX_SEQS, num_drafts=1)
     is_nan = []
 

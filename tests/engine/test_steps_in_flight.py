@@ -1,8 +1,8 @@
 """Law: a request gets the same results with two steps in flight as with one step.
 
-The law compares tokens, log-probabilities and finish reasons in every graph mode. Requests arrive,
-are aborted and preempted; they have greedy or random sampling, penalties, stop tokens and drafts;
-graphs change meanwhile.
+The tests compare tokens, log-probabilities and finish reasons in every graph mode. Requests arrive,
+are aborted and are preempted. They have greedy or random sampling, penalties, stop tokens and
+drafts. Graphs change while they run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tests.plans import make_plan
 from tests.unit.scheduler.requests import submit
 
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
-STOPS = tuple(range(0, 832, 9))  # so many stop tokens that some requests end with one
+STOPS = tuple(range(0, 832, 9))  # so many stop tokens that some requests generate one
 SAMPLINGS: list[dict[str, Any]] = [
     {"logprobs": 2},
     {"temperature": 1.0, "seed": 3, "stop_token_ids": STOPS, "logprobs": 0},
     {"temperature": 0.7, "top_p": 0.9, "seed": 5, "repetition_penalty": 1.3},
     {"frequency_penalty": 0.5, "presence_penalty": 0.3, "stop_token_ids": STOPS, "min_tokens": 3},
 ]
-# For each step, the indices of graphs that are captured or released just before the step.
+# For each step, the indices of the graphs that are released, or captured again, just before it.
 Changes = dict[int, list[int]]
 changes_of_graphs = st.dictionaries(
     st.integers(1, 30), st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=6
@@ -71,12 +71,12 @@ def play(
     changes: Changes,
     deaths: Collection[int] = (),
 ) -> dict[str, Got]:
-    """Return the tokens of each request.
+    """Run all requests; return the tokens of each.
 
     Args:
         sampling: the parameters of all requests, or a list with the parameters of each request.
-        deaths: numbers of steps; the group is lost just before such a step, and the next group gets
-            the requests with their tokens.
+        deaths: numbers of steps. Just before each of these steps, the group is lost, and the next
+            group gets the requests with their tokens.
     """
     dispatcher = GraphDispatcher(plan)
     scheduler = make_scheduler(dispatcher, num_drafts, num_blocks)
@@ -107,7 +107,7 @@ def play(
             if request.abort_at == step:
                 scheduler.abort(str(index))
         if step in changes:
-            while runner.is_busy:  # an engine also waits before it changes graphs
+            while runner.is_busy:  # as an engine waits before it changes graphs
                 note(got, scheduler.update([runner.finish()]))
             for index in changes[step]:
                 change(runner, dispatcher, index)
@@ -130,7 +130,7 @@ def note(got: dict[str, Got], deltas: StepOutputs) -> None:
 
 
 def change(runner: ModelRunner, dispatcher: GraphDispatcher, index: int) -> None:
-    """Release one graph of the plan; if the graph is already released, capture it again."""
+    """Release the graph ``index`` of the plan; if it is already released, capture it again."""
     order = dispatcher.plan.capture_order
     if not order:
         return
@@ -157,7 +157,7 @@ def capture(runner: ModelRunner, graph: BatchDescriptor) -> None:
 
 @pytest.fixture(scope="module", params=[0, 2], ids=["alone", "drafts"])
 def runners(npu: Any, request: pytest.FixtureRequest) -> Any:
-    """For each mode, a runner with one step in flight, and a runner with two steps in flight."""
+    """For each graph mode, a runner with one step in flight, and one with two steps in flight."""
     k = request.param
     q = k + 1
     decode = tuple(q * size for size in (1, 2, 4, MAX_SEQS))
@@ -197,7 +197,7 @@ def test_two_steps_in_flight_give_the_results_of_one(
 
         for index, arrival in enumerate(arrivals):
             ours, wanted = two[str(index)], one[str(index)]
-            if arrival.abort_at is not None:  # the runs abort at different lengths
+            if arrival.abort_at is not None:  # the runs abort requests at different lengths
                 length = min(len(ours.tokens), len(wanted.tokens))
                 assert ours.tokens[:length] == wanted.tokens[:length], mode
                 continue

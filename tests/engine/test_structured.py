@@ -1,4 +1,5 @@
-"""Law: rows with grammars get valid outputs, which do not depend on drafts and steps in flight.
+"""Law: rows with grammars get valid outputs. These are the same for any number of drafts and of
+steps in flight.
 
 Grammars do not change the outputs of rows without grammars. The law also holds if the group is
 lost, and the next group gets the requests with their tokens.
@@ -107,7 +108,9 @@ SAMPLINGS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def runners(npu: Any) -> list[tuple[int, GraphPlan, ModelRunner]]:
-    """Runners with 0 to 3 drafts, with one or two steps in flight, eager or with graphs."""
+    """Runners that differ in the number of drafts (0 to 3), in the steps in flight (one or two),
+    and in graphs.
+    """
     found = []
     for k, in_flight, has_graphs in (
         (0, 1, False),
@@ -204,7 +207,7 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(runners: Any) -> Non
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Return an event; the compilation of grammars waits until it is set."""
+    """Return an event. Grammars are compiled only after it is set."""
     gate, compile_now = threading.Event(), Grammars._compile
 
     def compile_late(grammars: Grammars, grammar: str) -> llguidance.LLMatcher:
@@ -224,8 +227,7 @@ def play_late(
 ) -> dict[str, list[int]]:
     """Return the tokens of each request.
 
-    The compilation of grammars starts only when the first request, which has no grammar, has 20
-    tokens.
+    Grammars are compiled only after the first request, which has no grammar, has 20 tokens.
     """
     got: dict[str, list[int]] = {}
     for index, sampling in enumerate(samplings):
@@ -241,7 +243,7 @@ def play_late(
         if len(got["0"]) >= 20 and not gate.is_set():
             for index, sampling in enumerate(samplings):
                 structure = sampling.get("structure")
-                if structure is not None:  # before the grammar is compiled, only reasoning
+                if structure is not None:  # until it is compiled, only reasoning
                     most = structure.max_thought + 1 if structure.is_thinking else 0
                     assert len(got[str(index)]) == most
             gate.set()
@@ -253,8 +255,8 @@ def test_free_requests_run_while_grammars_are_compiled(
     runners: Any, place: int, gate: threading.Event
 ) -> None:
     k, plan, runner = runners[place]
-    # Without a mask, the first token is wrong. The wrong token is discarded, and penalties must not
-    # count it.
+    # Without a mask, the first token violates the grammar. This token is discarded, and penalties
+    # must not count it.
     grammar = llguidance.LLMatcher.grammar_from_regex("%%[^%]{30}")
     (letter,) = TOKENIZER.encode("a", add_special_tokens=False)
     counted = STRUCTURED["regex"] | {
@@ -307,7 +309,7 @@ def test_a_hybrid_runs_its_prompt_once_more_when_its_grammar_is_compiled(
     for _ in range(20):
         assert not list(turn(scheduler, runner))
     gate.set()
-    # A single thread compiles grammars, so this call runs after the compilation.
+    # One thread compiles all grammars, so this call runs only after the compilation.
     runner._matchers._grammars._thread.submit(bool).result(60)
     tokens = []
     while scheduler.has_work or runner.is_busy:
@@ -317,7 +319,7 @@ def test_a_hybrid_runs_its_prompt_once_more_when_its_grammar_is_compiled(
     assert scheduler.num_preemptions == 1
 
 
-# At each letter, a matcher must try many of these rules, because the rules contain each other.
+# These rules contain each other, so a matcher must try many of them at each letter.
 MANY = "\n".join(
     f'r{i}: (r{(7 * i + 1) % 99} | "") (r{(11 * i + 3) % 99} | "x") r{5 * i % 99} | /[a-z]/'
     for i in range(99)

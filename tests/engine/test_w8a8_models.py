@@ -1,5 +1,5 @@
-"""Logits of whole models in int8 are compared with logits of transformers in float32. Steps with
-graphs are compared with eager steps.
+"""The logits of whole models in int8 are compared with those of transformers in float32, and steps
+with graphs are compared with eager steps.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3MoeForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {"rope_interleave": False}),  # outputs are reordered while loading
-    # Outputs are also reordered, names of matrices differ, and all layers have experts.
+    # This model's outputs are also reordered, its matrices have other names, and all its layers
+    # have experts.
     ("MiniMaxM2ForCausalLM", {"num_hidden_layers": 2}),
-    # The prompt has fewer keys than index_topk, because rounded scores would choose other keys.
+    # The prompt has fewer keys than index_topk, so all are chosen. Otherwise, rounded scores could
+    # choose other keys.
     ("GlmMoeDsaForCausalLM", {"index_topk": 64}),
 ]
 
@@ -68,7 +70,7 @@ def load(npu: Npu, directory: Path, *, quantises: bool, dtype: torch.dtype) -> D
 
 
 def logits_of(npu: Npu, model: Decoder, prompt: list[int], dtype: torch.dtype) -> Tensor:
-    """Return the logits at all positions of a prompt, which uses blocks 1 and 2."""
+    """Return the logits at all positions of a prompt. The prompt uses the blocks 1 and 2."""
     n = len(prompt)
     positions = torch.arange(n, dtype=torch.int32, device=npu.device)
     table, slots = np.array([[1, 2]], np.int32), torch.arange(n, dtype=torch.int32) + BLOCK_SIZE
@@ -90,7 +92,7 @@ def is_quantised(name: str, tensor: Tensor) -> bool:
 
 
 def rewrite(directory: Path, target: Path, quantise: Any, config: dict[str, Any]) -> Path:
-    """Write a checkpoint again, with some of its matrices quantised by ``quantise``."""
+    """Write a checkpoint to ``target``, with some of its matrices quantised by ``quantise``."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         made = quantise(name, tensor) if is_quantised(name, tensor) else {name: tensor}
@@ -147,8 +149,8 @@ def test_logits_are_near_those_of_floats(npu: Any, model: tuple[Path, Any]) -> N
         for q in (False, True)
     )
 
-    # Each of about twenty products adds an independent relative error of 0.01. bfloat16 and
-    # different choices of experts add an error of about the same size.
+    # There are about twenty products, and each adds an independent relative error of 0.01. bfloat16
+    # and different choices of experts add about as much.
     assert relative_error(in_int8, want) < 0.12
     assert relative_error(in_floats, want) < relative_error(in_int8, want)
 

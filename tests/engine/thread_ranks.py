@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process; the members of a group synchronize at barriers."""
+"""Ranks that are threads of this process. The members of a group meet at barriers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import ALONE, CommGroup
 from dist_aclgraph.layers.context_parallel import ContextParallel
 
-MEETING_S = 180.0  # a collective fails if a member has not joined after this number of seconds
+MEETING_S = 180.0  # seconds after which a collective fails if a member is missing
 
 
 class Meeting:
-    """Lets the members of a group exchange tensors; counts the calls of each member."""
+    """Lets the members of a group exchange tensors, and counts the calls of each member."""
 
     def __init__(self, size: int) -> None:
         self._barrier = Barrier(size, timeout=MEETING_S)
@@ -28,10 +28,10 @@ class Meeting:
     def exchange(
         self, rank: int, x: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]
     ) -> Tensor:
-        """Return ``combine`` of the values of all members, in the order of their ranks.
+        """Wait for all members; return ``combine`` of their values, in the order of their ranks.
 
         Raises:
-            BrokenBarrierError: a member did not call in time.
+            BrokenBarrierError: a member did not call within ``MEETING_S``.
         """
         self.visits[rank] += 1
         self._brought[rank] = x
@@ -75,7 +75,7 @@ class ThreadRanks:
         return cls(count, share_prompts, Meeting(count))
 
     def run(self, work: Callable[[int, ContextParallel], Tensor]) -> list[Tensor]:
-        """Call ``work`` for all ranks at the same time, with rank and groups; return all
+        """Call ``work`` with the rank and its groups, on all ranks at the same time; return all
         results.
         """
 

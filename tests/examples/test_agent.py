@@ -1,4 +1,4 @@
-"""Over HTTP, the demo model for tools gives the answers that the README shows."""
+"""The demo model for tools gives, over HTTP, the answers that the README shows."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ SUM = {
 
 @pytest.fixture(scope="module")
 def url(npu: Any) -> Iterator[str]:
-    """A service in which transformers generates tokens: in float32, greedily, without masks."""
-    from transformers import Qwen3ForCausalLM  # imports torch_npu, which needs the emulator
+    """A service in which transformers generates the tokens, in float32, greedily, and without masks
+    of grammars.
+    """
+    from transformers import Qwen3ForCausalLM  # this imports torch_npu, which needs the emulator
 
     model = Qwen3ForCausalLM.from_pretrained(AGENT, dtype=torch.float32)
 
@@ -66,7 +68,7 @@ def url(npu: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def deployed_url(ray_cluster: None) -> Iterator[str]:
-    """The deployment of ``make run CONFIG=configs/tiny-agent.yaml``, behind HTTP."""
+    """The service that ``make run CONFIG=configs/tiny-agent.yaml`` starts."""
     config = load_config(ROOT / "configs" / "tiny-agent.yaml", {"device.kind": "emulated"})
     with deployment_of(config) as serving:
         state = ApiState(config, Tokenizer(config.model), serving.client)
@@ -76,7 +78,7 @@ def deployed_url(ray_cluster: None) -> Iterator[str]:
 
 
 def bodies() -> list[dict[str, Any]]:
-    """The bodies of the README's requests to tiny-agent, in its order."""
+    """The bodies of the requests to tiny-agent in the README, in the README's order."""
     blocks = re.findall(r"^```\n(curl .*?)^```$", README, re.MULTILINE | re.DOTALL)
     words = [word for block in blocks for word in shlex.split(block)]
     found = [json.loads(word) for before, word in pairwise(words) if before == "-d"]
@@ -97,7 +99,7 @@ def calls_of(message: dict[str, Any]) -> list[str]:
 
 
 def assert_readme_is_true(url: str) -> None:
-    """Check that the README contains each answer in code spans."""
+    """Send these requests; check that the README contains each answer in a code span."""
     first, second = bodies()
     (call,) = calls_of(ask(url, first))
     name, _, arguments = call.partition(" ")

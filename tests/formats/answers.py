@@ -1,4 +1,4 @@
-"""Answers in the formats of model families, and the messages that a reader must return."""
+"""Answers in the formats of model families, and the messages that a reader must make of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ JSON = FOUND[1]
 
 @dataclass
 class Message:
-    """An answer: its content, its reasoning, and (name, arguments, is_complete) for each call."""
+    """The message of an answer: its content, its reasoning, and (name, arguments, is_complete) of
+    each call.
+    """
 
     content: str = ""
     reasoning: str = ""
@@ -169,7 +171,7 @@ ANSWERS: dict[str, tuple[str, Message]] = {
 
 
 def make_format(name: str | None, *, has_tokens: bool, thought: Thought | None = None):
-    """Return a format. Either each marker is a single token, or no marker is."""
+    """Return a format. If ``has_tokens``, each marker is a single token, else none is."""
     markers = {*(() if name is None else FORMATS[name].MARKERS)}
     markers |= set() if thought is None else {thought.begin, thought.end}
     ids = {marker: 1000 + i for i, marker in enumerate(sorted(markers))}
@@ -177,7 +179,9 @@ def make_format(name: str | None, *, has_tokens: bool, thought: Thought | None =
 
 
 def as_tokens(text: str, ids: dict[str, int], sizes: Iterator[int]) -> Iterable[tuple[int, str]]:
-    """Divide a text into tokens: markers with their ids, and other pieces of the given sizes."""
+    """Divide a text into tokens: markers keep their ids, and the other text is cut into pieces of
+    ``sizes``.
+    """
     pattern = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
     for part in re.split(f"({pattern})", text) if ids else [text]:
         if part in ids:
@@ -191,7 +195,7 @@ def as_tokens(text: str, ids: dict[str, int], sizes: Iterator[int]) -> Iterable[
 
 
 def folded(events: Iterable[Event]) -> Message:
-    """Return the message that the events together make."""
+    """Return the message that results from all events."""
     message = Message()
     for event in events:
         if isinstance(event, Content):

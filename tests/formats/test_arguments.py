@@ -1,4 +1,4 @@
-"""Arguments of calls become JSON objects, also if a model writes them in other ways."""
+"""Arguments of calls become JSON objects, even if a model does not write them as JSON objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.formats.answers import TOOLS, Message, make_format
 from tests.formats.test_formats import read
 
-BETWEEN = {  # the text around the arguments of a call of find
+BETWEEN = {  # for each format, the text before and after the arguments of a call of find
     "hermes": ('<tool_call>\n{"name": "find", "arguments": ', "}\n</tool_call>"),
     "hermes, name last": ('<tool_call>{"arguments": ', ', "name": "find"}</tool_call>'),
     "llama3_json": ('{"name": "find", "parameters": ', "}"),
@@ -60,11 +60,11 @@ def test_arguments_are_a_json_object(kind, has_tokens, written, expected):
     begin, end = BETWEEN[kind]
     form = make_format(name, has_tokens=has_tokens)
     if name == "gpt_oss" and written == "null":
-        return  # gpt-oss passes this text on unchanged
+        return  # gpt-oss passes this text on unchanged, so it may be no object
 
     for sizes in ((1,), (2, 3), (100,)):
         found = read(form, begin + written + end, sizes)
-        if order == " name last" and not written:  # the object has no key for arguments
+        if order == " name last" and not written:  # the object then has no key for arguments
             assert found.content
             continue
         ((_, arguments, is_whole),) = found.calls
@@ -180,7 +180,7 @@ def test_the_schema_corrects_a_string_of_deepseek(name, is_string, value, expect
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("text=New York", "New York"),  # templates write strings of earlier calls without quotes
+        ("text=New York", "New York"),  # templates show strings of earlier calls without quotes
         ("text=7", "7"),
         ("text=True", "True"),
         ("text='it\\'s'", "it's"),

@@ -1,5 +1,5 @@
-"""The grammar of each format allows only calls that its reader can read, with arguments that match
-the schema.
+"""The grammar of each format allows only calls that the format's reader can read, with arguments
+that match the tool's schema.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_arguments_are_an_object_although_the_schema_does_not_say_so(name, schem
 @EACH
 def test_required_calls_may_follow_line_breaks(name):
     """Some templates write line breaks between the reasoning and the first call."""
-    if name == "gpt_oss":  # a channel's marker begins each message
+    if name == "gpt_oss":  # each message begins with a channel's marker
         return
     walk = Walk(name, TOOLS)
     form = walk.form.structured(None, TOOLS, set(TOOLS), is_required=True)
@@ -140,7 +140,7 @@ def test_strict_tools_are_checked_within_text(name):
     form = walk.form.structured(None, TOOLS, {"find"})
     assert form is not None
     found = 0
-    begun = "find\n{" if name == "glm4" else ""  # random text is never a line with a name
+    begun = "find\n{" if name == "glm4" else ""  # random text has no tool's name
     for seed in range(NUM_ANSWERS):
         if (tokens := walk.answer(form, seed, begun=begun)) is not None:
             if name == "gpt_oss" and walk.form.token_ids["<|constrain|>"] in tokens:

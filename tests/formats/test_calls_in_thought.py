@@ -1,4 +1,4 @@
-"""Calls within reasoning that has no end marker, and text of the reasoning that is no call."""
+"""Calls inside reasoning without an end marker, and text that only looks like a call."""
 
 from __future__ import annotations
 

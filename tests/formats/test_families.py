@@ -1,4 +1,4 @@
-"""Templates, and forms of calls, that only one family has."""
+"""Chat templates, and forms of calls, that only one model family has."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_template_without_calls_has_no_format():
         ("<|tool_call_start|>\n```python\nf(a=1)\n```\n<|tool_call_end|>", None),  # MiniCPM
         ("<｜DSML｜tool_calls>", None),  # DeepSeek V4 writes other tags
         (f'<tool_call>{"another form, " * 6}{{"name": 1}}', None),
-        # MiniMax M3, and a template of Functionary for Llama 3.1
+        # MiniMax M3; then a template of Functionary for Llama 3.1
         ("{% set begin = ns ~ '<tool_call>' %}{{ begin + ns ~ '<invoke name=\"' }}", None),
         ("<|start_header_id|><|python_tag|>{{ '<function=' + f.name + '>' + f.arguments }}", None),
         *(
@@ -391,7 +391,7 @@ def test_only_messages_of_gpt_oss_to_functions_are_calls(head, expected, has_tok
     [
         ("I look.\n\n", "\nDone.", "I look.\nDone."),
         ("I look. ", "Done.", "I look. Done."),
-        ("I look.", "Done.", "I look.\nDone."),  # the line break between the calls
+        ("I look.", "Done.", "I look.\nDone."),  # content: the line break
         ("I look.\n", "", "I look."),
         ("", "\nDone.", "Done."),
         ("\n", "\nDone.\n", "Done."),
@@ -461,7 +461,7 @@ def test_end_tags_of_glm_may_be_missing(text):
             Message("Yes", calls=[STOPPED]),
         ),
         (f"<|channel|>final {'long ' * 100}<|end|>", Message("long " * 100)),
-        # The answer is cut off within the head of its second message.
+        # The answer is cut off inside the head of its second message.
         ("<|channel|>final<|message|>Yes<|end|><|start|>assistant<|channel|>final", Message("Yes")),
         ("<|channel|>final<|message|>Yes<|end|><|start|>assistant<|channel|>fi", Message("Yes")),
         ("<|channel|>comm", Message()),

@@ -1,4 +1,6 @@
-"""Each format reads the answers of its family, however the text is divided, and loses no text."""
+"""Each format reads the answers of its model family, however their text is divided into tokens, and
+loses no text.
+"""
 
 from __future__ import annotations
 
@@ -97,8 +99,8 @@ def test_an_answer_that_is_cut_off_keeps_its_text(name, has_tokens, data):
 
     found = folded(events_of(form, text, sizes, num_tokens=num_tokens))
 
-    # The result is the content of the whole answer, and possibly the beginning of an incomplete
-    # call.
+    # The text is the content of the whole answer, perhaps followed by the beginning of an
+    # incomplete call.
     said = "".join(piece for _, piece in itertools.islice(tokens_of(form, text, sizes), num_tokens))
     assert said.rstrip().endswith(found.content.removeprefix(expected.content).strip())
     assert [call[0] for call in found.calls] == [c[0] for c in expected.calls[: len(found.calls)]]
@@ -157,7 +159,7 @@ def without_space(text):
 
 
 def without_wrapping(form, text):
-    """Return a text without the markers around its calls, unless the markers are content."""
+    """Return the text without the markers around its calls; markers that are content stay."""
     begin, end = form.around
     is_begun = text.lstrip().startswith(begin)
     text = text.replace(begin, "", 1) if is_begun else text
@@ -258,7 +260,7 @@ def test_tokens_of_reasoning_are_counted():
     for token in as_tokens("<think>abc</think>de", dict(form.token_ids), itertools.repeat(1)):
         reader.feed(*token)
 
-    assert reader.num_thought_tokens == 5  # markers count as tokens of the thought
+    assert reader.num_thought_tokens == 5  # the markers count as tokens of the reasoning
 
 
 @pytest.mark.parametrize(
@@ -369,7 +371,7 @@ def test_the_configuration_names_every_format():
 
 
 def test_long_texts_are_read_in_linear_time():
-    """Each of these texts would take minutes if the time were quadratic in the length."""
+    """If the time grew with the square of the length, each of these texts would take minutes."""
     head = "<｜DSML｜function_calls>\n<｜DSML｜invoke" + "a" * 300_000
 
     assert read(make_format("deepseek_v32", has_tokens=False), head, (50_000,)).content == head
@@ -399,7 +401,7 @@ def test_strings_without_an_end_are_searched_only_once(monkeypatch):
         Scanner, "unread", lambda scanner, text: (searches.append(text), unread(scanner, text))
     )
     tools = {"f": {"type": "object", "properties": {'a"': {"type": "object"}}}}
-    # A quote begins a string before the end of each parameter.
+    # In each parameter, a quote begins a string that does not end before the parameter's end.
     values = '<parameter=a">\n"\n</parameter>\n' * 40
     form = make_format("qwen3_coder", has_tokens=False)
 

@@ -1,4 +1,4 @@
-"""Hy3: both spellings of its tags, markers with a suffix, and calls that are not well-formed."""
+"""Hy3: both spellings of its tags, markers with a suffix, and calls with errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.formats.walk import Walk
 SUFFIX = ":opensource"
 SPELLED = pytest.mark.parametrize("suffix", [SUFFIX, ""])
 TOKENS = pytest.mark.parametrize("has_tokens", [True, False])
-# A template that builds its markers as the published template does.
+# This template builds its markers as the published template does.
 TEMPLATE = """{% set END = ":opensource" -%}
 {% set sep = '<tool_sep{}>'.format(END) %}{% set key = '<arg_key{}>'.format( END ) %}
 {% set think = "</think{}>" . format(END) %}{% set other = '<a{}>'.format(OTHER) %}"""
@@ -39,7 +39,7 @@ def test_tags_may_have_a_suffix_or_not(suffix, has_tokens, sizes):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        # One call without the tags around all calls; then a call without its separator.
+        # One call without the tags that surround all calls; then a call without its separator.
         ("<tool_call>stop<tool_sep></tool_call>.", Message(".", calls=[STOPPED])),
         ("<tool_calls><tool_call>stop</tool_call></tool_calls>", Message(calls=[STOPPED])),
         (
@@ -47,7 +47,7 @@ def test_tags_may_have_a_suffix_or_not(suffix, has_tokens, sizes):
             "</tool_call></tool_calls>",
             Message(calls=[("find", '{"n": 1}', True)]),
         ),
-        # The arguments, or all calls, are JSON.
+        # The arguments are JSON; then all calls are JSON.
         (f"<tool_calls><tool_call>find<tool_sep>{JSON}</tool_call>", Message(calls=[FOUND])),
         (
             f'<tool_calls>[{{"name": "find", "arguments": {JSON}}}]</tool_calls>',

@@ -20,7 +20,7 @@ from tests.formats.walk import Walk
         {"propertyNames": {}},
         {"unevaluatedProperties": True},
         {"dependentRequired": {}},
-        {"$id": "Output Format"},  # an id of griptape, which no schema can refer to
+        {"$id": "Output Format"},  # griptape writes this id, to which no schema can refer
         {"$id": "größe"},
         {"$schema": "draft 7"},
         {"required": None, "properties": None, "enum": None, "items": None, "$ref": None},

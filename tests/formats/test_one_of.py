@@ -55,10 +55,10 @@ def test_branches_that_may_both_match_are_not(schema):
 
 
 def test_the_time_does_not_grow_with_the_number_of_paths():
-    """The process that serves HTTP checks the schemas of tools, so a slow check would delay all
+    """The process that serves HTTP checks the schemas of tools. A slow check would delay all
     requests.
     """
     paths = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 999} for i in range(9)}
     schema = of({"$ref": "#/$defs/a0"}, {"type": "string"}, **{"$defs": paths})
 
-    assert not is_any_of(schema)  # the schema has 999 ** 9 paths
+    assert not is_any_of(schema)  # there are 999 ** 9 paths through the schema

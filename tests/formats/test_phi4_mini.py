@@ -1,4 +1,4 @@
-"""Phi-4-mini: both forms of its calls, in answers and in grammars."""
+"""Phi-4-mini: both forms of its calls are read in answers, and allowed by grammars."""
 
 from __future__ import annotations
 

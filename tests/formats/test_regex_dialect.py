@@ -15,7 +15,8 @@ from dist_aclgraph.sampling import StructuredOutputs
 from tests.formats.walk import Walk
 
 WALK = Walk("hermes", {}, has_tokens=False)
-# Parts of classes; not at the beginning: "^", which negates a class.
+# Parts from which the tests build classes. "^" is left out at the beginning, where it negates a
+# class.
 PARTS = ["[", "&&", "&", "--", "-", "~~", "~", "^", "a", "b", "z", "{", r"\]", r"\w", r"\d", r"\-"]
 SIGNS = "[]&-~^ab1{z_ |"
 
@@ -61,12 +62,12 @@ def test_classes_mean_the_same_as_in_python(is_negative, parts):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # Python may get operators of classes
             expected = re.compile(pattern)
-    except re.error:  # such as a range whose end comes before its beginning
+    except re.error:  # for example, a range whose end comes before its beginning
         return
 
     found = {sign for sign in SIGNS if allows(pattern, sign)}
 
-    # Python refuses a set at the end of a range, which is a hyphen and a set here.
+    # Python refuses a range that ends with a set, such as \w. llguidance takes a hyphen and a set.
     assert found == {sign for sign in SIGNS if expected.fullmatch(sign)}
 
 

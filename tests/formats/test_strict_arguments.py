@@ -1,5 +1,5 @@
 """In every answer that the grammar allows, arguments of strict tools are complete and match their
-schemas, whatever text they contain.
+schema, whatever text the arguments contain.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PREFIXES = ["", "I look. ", "<", "{", "[", " ", "\n", "\x1c", "<tool_call", '{"n
 
 
 def tools_of(part: Any) -> dict[str, Any]:
-    """Return a tool whose only parameter has this schema."""
+    """Return a tool whose only parameter has the schema ``part``."""
     schema = {"type": "object", "properties": {"x": part}, "required": ["x"]}
     return {"find": {**schema, "additionalProperties": False}}
 
@@ -54,7 +54,9 @@ def walk_of(name: str, has_tokens: bool, kind: str) -> Walk:
 
 @cache
 def call_of(name: str, has_tokens: bool, kind: str) -> tuple[str, str]:
-    """Make a call whose argument is ``PLACE``; return its texts before and after the argument."""
+    """Make a call whose argument is ``PLACE``; return the call's text before and after the
+    argument.
+    """
     walk = walk_of(name, has_tokens, kind)
     tools = tools_of({"const": PLACE if kind == "string" else [PLACE]})
     form = walk.form.structured(None, tools, {"find"}, is_required=True, is_parallel=False)
@@ -95,7 +97,7 @@ def test_an_allowed_argument_is_read_as_it_was_written(
     tokens = walk.tokens(before) + walk.spelled(written) + walk.tokens(after)
     is_allowed = walk.allows(form_of(name, has_tokens, kind, is_required), tokens)
 
-    # If a text stands between tags, without quotes, it cannot contain the closing tag.
+    # A text that stands between tags without quotes cannot contain the closing tag.
     assert is_allowed or (not is_quoted and "<" in value)
     if is_allowed:
         ((_, arguments, is_whole),) = read(walk, tokens).calls
@@ -118,7 +120,7 @@ def test_text_before_a_call_does_not_free_its_arguments(
 ) -> None:
     walk = walk_of(name, has_tokens, kind)
     call = PLACE.join(call_of(name, has_tokens, written))
-    if not has_marker:  # readers accept some calls whose first marker is missing
+    if not has_marker:  # readers accept some calls without their first marker
         call = call.removeprefix(FORMATS[name].MARKERS[0]).lstrip("\n")
     tokens = walk.spelled(prefix) + walk.tokens(call)
 

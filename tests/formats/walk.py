@@ -1,4 +1,6 @@
-"""Makes answers that a grammar allows, from a vocabulary of single bytes and markers."""
+"""Makes random answers that a grammar allows. The vocabulary consists of single bytes and of
+markers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from dist_aclgraph.text.grammar_process import make_grammar
 from dist_aclgraph.text.grammars import make_limits
 from tests.formats.answers import Message, folded
 
-NUM_BYTES = 256  # tokens of single bytes come before markers
+NUM_BYTES = 256  # number of tokens for single bytes; ids of markers follow
 
 
 class Walk:
@@ -56,7 +58,7 @@ class Walk:
         return self._matchers[form].deep_copy()
 
     def allows(self, form: StructuredOutputs, tokens: list[int]) -> bool:
-        """Return whether an answer of these tokens may end."""
+        """Return whether the grammar allows an answer of exactly these tokens."""
         matcher = self.matcher(form)
         is_read = matcher.try_consume_tokens(tokens) == len(tokens)
         assert not matcher.is_error(), matcher.get_error()
@@ -65,8 +67,8 @@ class Walk:
     def answer(
         self, form: StructuredOutputs, seed: int, most: int = 600, begun: str = ""
     ) -> list[int] | None:
-        """Return the tokens of a random answer that begins with the text ``begun``; None if it does
-        not end within ``most`` tokens.
+        """Return the tokens of a random answer that begins with the text ``begun``. None if the
+        answer does not end within ``most`` tokens.
         """
         rng, matcher, tokens = random.Random(seed), self.matcher(form), self.tokens(begun)
         assert matcher.try_consume_tokens(tokens) == len(tokens)
@@ -75,7 +77,7 @@ class Walk:
             bits = np.unpackbits(words, count=self._ll.vocab_size, bitorder="little")
             allowed = bits.nonzero()[0].tolist()
             assert allowed
-            # The end token and markers are chosen often, so that most answers end.
+            # The end token and markers are chosen more often than bytes, so that most answers end.
             rare = allowed[bisect_left(allowed, NUM_BYTES) :]
             if bits[self._less]:
                 rare.insert(0, self._less)
@@ -90,7 +92,9 @@ class Walk:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def spelled(self, text: str) -> list[int]:
-        """Return the tokens of a text whose markers are spelled with bytes."""
+        """Return the tokens of a text in which markers are spelled with bytes, not written as
+        marker tokens.
+        """
         return [token for sign in text for token in self.tokens(sign)]
 
     def text(self, tokens: list[int]) -> str:
@@ -101,7 +105,7 @@ class Walk:
         assert reader is not None
         events: list[Event] = []
         held: list[int] = []
-        for token in tokens:  # the reader gets bytes as soon as they form whole characters
+        for token in tokens:  # the reader gets text as soon as bytes form whole characters
             held.append(token)
             text = self.text(held)
             if not text.endswith("\ufffd"):

@@ -33,7 +33,7 @@ VOCAB = 61
 
 @dataclass
 class Row:
-    """One request: its current tokens and its blocks."""
+    """One request: its tokens so far, and its blocks."""
 
     tokens: list[int]
     blocks: list[int]
@@ -51,10 +51,11 @@ def make_buffers(npu: Npu, max_tokens: int = 8, *, steps_in_flight: int = 1) -> 
 
 
 class AttentionDecoder:
-    """Captures and replays graphs of attention. A token's id selects its q, k and v from a table.
+    """Captures and replays graphs of attention. Query, key and value of a token are the rows of a
+    table at the token's id.
 
-    All layers compute the same, and the output is the mean over the layers. So wrong lengths in one
-    layer change the output.
+    All layers compute the same values, and the output is the mean over the layers. So wrong lengths
+    in one layer change the output.
     """
 
     def __init__(self, npu: Npu, max_tokens: int = 8, layers: int = 1) -> None:
@@ -122,7 +123,7 @@ class AttentionDecoder:
         )
 
     def write(self, bucket: int, rows: list[Row]) -> None:
-        """Write the last token of every row to the buffers."""
+        """Write the last token of every row to the buffers of the bucket's graph."""
         positions = np.array([len(row.tokens) - 1 for row in rows], np.int32)
         table = np.zeros((len(rows), MAX_BLOCKS), np.int32)
         for i, row in enumerate(rows):
@@ -141,14 +142,18 @@ class AttentionDecoder:
     def replay(
         self, graph: CapturedGraph, rows: list[Row], kv_lens: list[int] | None = None, **other: Any
     ) -> Tensor:
-        """Replay with the rows' true KV lengths, or with ``kv_lens``; return [num_rows, ...]."""
+        """Replay the graph with the rows' true KV lengths, or with ``kv_lens`` if given; return
+        [num_rows,...].
+        """
         self.queue(graph, rows, kv_lens, **other)
         return self.buffers.logits[: len(rows)].cpu()
 
     def queue(
         self, graph: CapturedGraph, rows: list[Row], kv_lens: list[int] | None = None, **other: Any
     ) -> int:
-        """Queue a replay and its updates; return the number of updates that were not sent ahead."""
+        """Queue a replay and its updates of lengths; return the number of updates that were not
+        sent ahead.
+        """
         self.write(graph.descriptor.num_tokens, rows)
         ends, true_lens = self.lens(graph, rows)
         lens = Lens(other.get("ends", ends), (kv_lens or true_lens[0],))
@@ -165,7 +170,9 @@ class AttentionDecoder:
         return Lens(list(range(1, bucket + 1)), (live + padding,))
 
     def expected(self, rows: list[Row]) -> Tensor:
-        """Return the attention of each row's last token to the row's tokens, in plain PyTorch."""
+        """Compute, in plain PyTorch, the attention of each row's last token to all tokens of the
+        row.
+        """
         out = []
         for row in rows:
             q, k, v = self._split(self._table_cpu[row.tokens])
@@ -181,7 +188,7 @@ def slot(row: Row) -> int:
 
 
 def make_rows(count: int, seed: int = 0) -> list[Row]:
-    """Return rows with one token each and with separate blocks; block 0 belongs to no row."""
+    """Return rows with one token each. Each row has its own blocks; block 0 belongs to no row."""
     random = np.random.RandomState(seed)
     ids = random.permutation(np.arange(1, NUM_BLOCKS))
     return [

@@ -16,7 +16,7 @@ def test_replay_equals_plain_attention_across_block_boundaries(
 ) -> None:
     graph, rows = decoder.capture(BUCKET), make_rows(num_rows)
 
-    for step in range(70):  # rows grow beyond two multiples of 32
+    for step in range(70):  # so that rows grow beyond two multiples of 32
         out = decoder.replay(graph, rows)
 
         torch.testing.assert_close(out, decoder.expected(rows), rtol=1e-4, atol=1e-5)
@@ -71,7 +71,7 @@ def test_a_refused_replay_leaves_the_graph_usable(decoder: AttentionDecoder) -> 
 
 def test_padding_rows_write_nowhere(decoder: AttentionDecoder) -> None:
     graph, rows = decoder.capture(8), make_rows(8)
-    decoder.replay(graph, rows)  # all rows are live; in the next step, some are padding
+    decoder.replay(graph, rows)  # all rows are live; in the next replay, some are padding
     live = rows[2:5]
     grow(live, 0)
     decoder.cache.keys.fill_(7.0)  # a value that no row writes

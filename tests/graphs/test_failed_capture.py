@@ -41,7 +41,7 @@ def test_memory_is_back_after_a_capture_that_cannot_end(decoder: AttentionDecode
         main, side = torch.npu.current_stream(), torch.npu.Stream()
         side.wait_stream(main)
         with torch.npu.stream(side):
-            large.add_(1)  # the main stream does not wait for this stream, so the capture fails
+            large.add_(1)  # the main stream never waits for this stream, so the capture fails
 
     with pytest.raises(CaptureError, match="107025"):
         decoder.capture(4, forward)

@@ -1,4 +1,6 @@
-"""Silent hazards of captured graphs: each hazard is refused, or a test shows its effect."""
+"""Mistakes with captured graphs that raise no error of their own: each is refused, or a test shows
+its effect.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def test_changed_weights_are_seen_by_the_next_replay(decoder: AttentionDecoder) 
     graph, rows = decoder.capture(1), make_rows(1)
     before = decoder.replay(graph, rows)
 
-    decoder._table.mul_(2.0)  # in place: the graph reads the same address
+    decoder._table.mul_(2.0)  # in place, so the graph reads the new values at the same address
 
     assert not torch.equal(decoder.replay(graph, rows), before)
 

@@ -1,5 +1,5 @@
-"""Law: whatever was written earlier, the input buffers of graphs contain the inputs of the last
-step.
+"""Law: the input buffers of graphs contain the inputs of the last step, whatever was written
+before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def draw_array(data: st.DataObject, *shape: int) -> IntArray:
 
 
 def draw_step(data: st.DataObject, most: int, last: HostStep) -> HostStep:
-    """Draw a step of at most ``most`` requests. It can have some arrays of the previous step."""
+    """Draw a step of at most ``most`` requests. Some of its arrays can be those of ``last``."""
     goes_on = data.draw(st.booleans()) and 0 < len(last.token_ids) <= most
     n = len(last.token_ids) if goes_on else data.draw(st.integers(1, most))
     fresh: dict[str, Any] = {name: draw_array(data, n) for name in COLUMNS}
@@ -102,7 +102,7 @@ def test_the_device_has_the_last_step_whatever_was_written_before(
 def test_each_of_two_steps_in_flight_has_its_own_inputs(npu: Any, data: st.DataObject) -> None:
     buffers, step = make_buffers(npu, BUCKETS[-1], steps_in_flight=2), NO_STEP
     device, opener = runtime().current_stream(), runtime().Stream()
-    gates: list[Any] = []  # events; before each step, the device waits for one of them
+    gates: list[Any] = []  # one event for each step; the device waits for it before the step
     queued: list[tuple[DeviceStep, HostStep, int]] = []
     try:
         for _ in range(data.draw(st.integers(1, 8))):

@@ -1,4 +1,4 @@
-"""A captured task gets new lengths only if the lengths have changed."""
+"""A captured task is updated only if its lengths have changed."""
 
 from __future__ import annotations
 

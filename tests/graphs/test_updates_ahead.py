@@ -1,6 +1,6 @@
-"""Updates of lengths are sent before the replay that needs them. The guessed lengths can be right
-or wrong, and are sent for all tasks or for some tasks. The device can have other work between an
-update and its replay.
+"""Updates of lengths are sent ahead of the replay that needs them, with guessed lengths. The guess
+can be right or wrong, and updates can be sent ahead for all tasks or for some. The device can have
+other work between an update and its replay.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def decoder(npu: Any) -> AttentionDecoder:
 
 
 class Device:
-    """A slow device still works when the host continues; a fast device has finished all work."""
+    """A slow device is still busy when the host continues. A fast device has finished all work by
+    then.
+    """
 
     def __init__(self, decoder: AttentionDecoder, is_slow: bool) -> None:
         self._decoder, self._is_slow = decoder, is_slow
@@ -40,7 +42,7 @@ class Device:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """On a slow device, work that is queued in this context starts only after the context."""
+        """If the device is slow, work that is queued within this context starts only at its end."""
         if not self._is_slow:
             yield
             return
@@ -50,7 +52,7 @@ class Device:
         self._gate.record(self._opener)
 
     def settle(self) -> None:
-        """On a fast device, wait until all queued work has run."""
+        """If the device is fast, wait until all queued work has run."""
         if not self._is_slow:
             self._decoder.npu.synchronize()
 
@@ -61,7 +63,9 @@ def device(decoder: AttentionDecoder, request: pytest.FixtureRequest) -> Device:
 
 
 def after(count: int) -> Callable[[], bool]:
-    """Return a function that returns true after ``count`` calls, to open ``count`` tasks."""
+    """Return a function that returns true from its call number ``count`` + 1 on, so that ``count``
+    tasks are opened.
+    """
     asked = iter(range(count))
     return lambda: next(asked, None) is None
 
@@ -79,7 +83,7 @@ def run(
     """Run a step, check its result, and send the next updates ahead.
 
     Returns:
-        The number of updates of this step that were not sent ahead.
+        The number of this step's updates that were not sent ahead.
     """
     with device.step():
         num_behind = decoder.queue(graph, rows)
@@ -96,7 +100,7 @@ def test_a_right_guess_leaves_nothing_to_send(decoder: AttentionDecoder, device:
     graph, rows = decoder.capture(BUCKET), make_rows(BUCKET - 1)
 
     behind = []
-    for step in range(40):  # rows cross a boundary of 32 tokens
+    for step in range(40):  # so that rows cross a boundary of 32 tokens
         behind.append(run(decoder, device, graph, rows))
         grow(rows, step)
 
@@ -141,7 +145,9 @@ def test_a_wrong_guess_is_taken_back(
 
 
 def wait_for_first_task(decoder: AttentionDecoder, graph: CapturedGraph, rows: list[Row]) -> None:
-    """Replay, and delay the updates; until they arrive, the replay must wait at its first task."""
+    """Replay a graph, and delay its updates. Until they arrive, the replay must wait at its first
+    task.
+    """
     decoder.write(graph.descriptor.num_tokens, rows)
     addresses, lens = decoder.buffers.addresses, decoder.lens(graph, rows)
     graph.replay(decoder.main, decoder.side, addresses, lens)
@@ -211,7 +217,7 @@ def test_captures_and_releases_keep_no_device_memory(
 
     for _ in range(100):
         graph = decoder.capture(4)
-        run(decoder, device, graph, rows)  # after this run, tasks are open for the next step
+        run(decoder, device, graph, rows)  # after this run, tasks wait for updates of the next step
         decoder.npu.synchronize()
         graph.release()
         decoder.npu.give_back()
@@ -256,7 +262,8 @@ def test_the_wait_for_updates_is_measured(decoder: AttentionDecoder, is_counted:
 
     behind = step()
     assert behind > 50e3  # the device waited for updates while the host slept
-    # Now the updates are sent ahead. A busy machine can delay the device in some of the steps.
+    # The updates of these steps are sent ahead. A busy machine can delay some of the steps, so the
+    # shortest wait counts.
     assert min(step() for _ in range(5)) < behind / 2
     assert wait.take_us(ReplaySpan()) == 0.0
 

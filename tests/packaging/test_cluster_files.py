@@ -1,4 +1,4 @@
-"""The files in cluster/ are checked by Ray's own validation, and against published schemas."""
+"""The files in cluster/ pass Ray's own validation, and match published schemas."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def read_text(name: str) -> str:
 
 
 def check_ray_up(config: dict[str, Any]) -> None:
-    """Apply Ray's validation, and check other keys that Ray does not check.
+    """Apply Ray's validation, and check the names of keys that Ray does not check.
 
-    If such a key were misspelt, only a part of the cluster would start.
+    If the name of such a key had a spelling mistake, only a part of the cluster would start.
     """
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -97,7 +97,7 @@ def test_commands_are_scripts_that_are_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_an_image_has_the_programs_with_which_a_head_starts_workers(name: str) -> None:
-    """Ray's monitor runs in the head's container, and uses these programs to reach other hosts."""
+    """Ray's monitor runs in the head's container. It uses these programs to reach other hosts."""
     text = (CLUSTER / name).read_text().replace("\\\n", "")
 
     (line,) = re.findall(r"apt-get install -y --no-install-recommends ([\w+ -]+)", text)
@@ -179,7 +179,7 @@ def test_workers_ask_for_all_npus_of_a_host_and_tell_ray_of_them() -> None:
 
 @pytest.mark.parametrize("num_npus", [0, 8, 16])
 def test_a_container_gets_all_npus_of_its_host(tmp_path: Path, num_npus: int) -> None:
-    """Ray joins the options to one command line, which a shell on the host expands."""
+    """Ray joins the container's options to one command line. A shell on the host expands it."""
     from ray.autoscaler._private.docker import docker_start_cmds
 
     docker = read("cluster-docker.yaml")["docker"]
@@ -202,7 +202,7 @@ def test_a_container_gets_all_npus_of_its_host(tmp_path: Path, num_npus: int) ->
 @pytest.mark.parametrize("name", ["cluster-docker.yaml", "raycluster.yaml", "rayservice.yaml"])
 def test_a_container_has_the_files_that_doctor_reads(name: str) -> None:
     for folder in (DRIVER.parent, HostFiles().firmware.parent, HostFiles().etc / "hccn.conf"):
-        # The file contains the path on the host and the path in the container.
+        # The file names each folder twice: its path on the host, and its path in the container.
         assert read_text(name).count(str(folder)) >= 2, folder
 
 
@@ -226,7 +226,7 @@ def test_shells_that_kuberay_starts_have_canns_variables(
     )
     script = tmp_path / "Ascend" / "cann" / "set_env.sh"
     script.parent.mkdir(parents=True)
-    # CANN's own script also starts a shell, which reads BASH_ENV again.
+    # CANN's own script also starts a shell, which reads the file in BASH_ENV again.
     script.write_text("export ASCEND_HOME_PATH=$(bash -c 'echo found')$#\n")
     environment = {"PATH": os.environ["PATH"], "BASH_ENV": str(ROOT / name)}
     if is_in_home:
@@ -308,7 +308,7 @@ def test_a_worker_wants_to_know_its_head() -> None:
 def test_no_script_names_an_array_that_may_be_empty_as_old_shells_refuse(script: str) -> None:
     text = (CLUSTER / script).read_text()
 
-    # Some hosts have a bash older than 4.4, where an empty array counts as an unset variable.
+    # Some hosts have a bash older than 4.4, for which an empty array is an unset variable.
     bare = text.replace('${resources[@]+"${resources[@]}"}', "")
     assert "resources[@]" in text and "resources[@]" not in bare
 
@@ -374,7 +374,7 @@ def test_a_ray_that_we_start_has_the_settings_of_the_scripts(
     prepare_ray_environment(is_local=True)
 
     shared = {k: v for k, v in defaults_of_the_scripts().items() if k in environment}
-    del shared[GCS_WAIT_VARIABLE]  # a local Ray's control store is never restarted
+    del shared[GCS_WAIT_VARIABLE]  # the control store of a local Ray is never restarted
     assert shared.keys() >= {"RAY_worker_niceness", "RAY_task_events_report_interval_ms"}
     assert shared == {name: environment[name] for name in shared}
 
@@ -451,7 +451,7 @@ def test_all_files_for_kubernetes_name_the_same_secret_and_the_same_redis() -> N
 
 @pytest.fixture
 def hook(tmp_path: Path) -> Path:
-    """Return the path of a copy of drain.sh, whose Ray only prints its arguments."""
+    """Return the path of a copy of drain.sh. Its ``ray`` only prints its arguments."""
     ray = tmp_path / ".venv" / "bin" / "ray"
     ray.parent.mkdir(parents=True)
     ray.write_text('#!/bin/sh\necho "$1 $2 $3"\n')

@@ -1,4 +1,6 @@
-"""In the commands of comments and documents, all keys and configuration files are valid."""
+"""In commands that comments and documents show, all keys and all names of configuration files are
+valid.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ NO_WEIGHTS = ROOT / "configs" / "shapes"
 
 
 def texts() -> list[str]:
-    """Return the texts of files that can contain commands, with continued lines joined."""
+    """Return the texts of all files that can contain commands. Lines that are continued with a
+    backslash are joined.
+    """
     below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
     paths = [path for path in below if path.suffix in KINDS or path.name.startswith("Dockerfile")]
     return [re.sub(r" *\\\n#? *", " ", path.read_text()) for path in [ROOT / "README.md", *paths]]

@@ -1,4 +1,6 @@
-"""The images' layers: a change of the sources rebuilds no packages, and nothing runs as root."""
+"""Rules for container images: a change of our sources does not download packages again, and nothing
+runs as root.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ("Dockerfile.emulated", "Dockerfile.ascend")
-ALL = "."  # the argument of COPY that means all sources
+ALL = "."  # argument of COPY for all files
 DOWNLOADS = re.compile(r"apt-get install|pip install")
 
 
@@ -22,14 +24,14 @@ def read_image(name: str) -> str:
 
 
 def instructions_of(text: str) -> list[tuple[str, str]]:
-    """Return names and arguments of an image's instructions, in order."""
+    """Return the name and the arguments of each instruction of an image, in order."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [(name, rest) for name, _, rest in (line.partition(" ") for line in joined.splitlines())]
 
 
 def copied(rest: str) -> list[str]:
-    """Return the sources of an instruction COPY."""
+    """Return the source paths of a COPY instruction."""
     *sources, _ = [word for word in rest.split() if not word.startswith("--")]
     return sources
 
@@ -42,7 +44,7 @@ def before_packages(text: str) -> list[str]:
 
 
 def faults_of(text: str) -> set[str]:
-    """Return the faults in the order of an image's layers, and in the choice of its user."""
+    """Return the violations of these rules: in the order of an image's layers, and in its user."""
     instructions = instructions_of(text)
     faults = set()
     if ALL in before_packages(text):

@@ -1,4 +1,6 @@
-"""Tests what processes import; an unnecessary import costs seconds of CPU time in each process."""
+"""Processes import only what they need. An unnecessary import costs seconds of CPU time in each
+process.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,15 @@ WITHOUT_TORCH = (
 
 
 def imported_by(code: str) -> set[str]:
-    """Return the names of loaded modules after a new process has run ``code``."""
+    """Run ``code`` in a new process; return the names of the modules that are then loaded."""
     show = "\nimport sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code + show], capture_output=True, check=True)
     return set(done.stdout.decode().split())
 
 
 def test_processes_that_compute_nothing_import_no_torch() -> None:
-    """Tests actors and services. Also tests the modules that Ray imports before it sets a rank's
-    environment.
+    """These are actors and services. The modules that Ray imports before it sets a rank's
+    environment must not import torch, either.
     """
     code = f"""
 import importlib, sys
@@ -51,7 +53,7 @@ def test_the_package_imports_neither_torch_nor_ray() -> None:
 
 
 def test_recording_operators_does_not_load_the_compiler() -> None:
-    """Otherwise, a rank would load torch's compiler in its first capture."""
+    """If it did, each rank would load torch's compiler in its first capture."""
     code = (
         "import torch\n"
         "from dist_aclgraph.graphs.digest import OperatorDigest\n"
@@ -64,7 +66,9 @@ def test_recording_operators_does_not_load_the_compiler() -> None:
 
 @pytest.mark.slow
 def test_torch_loads_in_a_test_process_that_nobody_has_prepared() -> None:
-    """Without the variables that ``make`` exports, torch must not load torch_npu automatically."""
+    """Even without the variables that ``make`` exports, torch must not load torch_npu
+    automatically.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     code = "import tests.conftest, torch, sys; sys.exit('torch_npu' in sys.modules)"
 

@@ -1,4 +1,4 @@
-"""The installed package works without the clone from which it was built."""
+"""The installed package works without the repository's clone from which it was built."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_nothing_of_tests_benches_and_tools_is_shipped(installation: Installatio
 
     assert {name.split("/")[0].split("-")[0] for name in names} == {"dist_aclgraph"}
     assert not [name for name in names if name.endswith((".o", ".so", ".pyc"))]
-    assert "dist_aclgraph/serve/observe/status.html" in names  # the service reads it at its start
+    assert "dist_aclgraph/serve/observe/status.html" in names  # the status page
 
 
 def test_packages_of_plots_benches_and_tests_are_extras(installation: Installation) -> None:
@@ -142,8 +142,8 @@ def test_the_demo_model_answers(installation: Installation) -> None:
     code = "from dist_aclgraph.device import emulator; print(emulator.BUILD)"
     folder = Path(installation.python("-c", code).stdout.strip())
     assert folder.is_relative_to(installation.cache)
-    # Another build would take a minute. The sources are equal, so this test copies the existing
-    # build.
+    # Another build of the emulator would take a minute. Its sources are the same, so this test
+    # copies the existing build.
     shutil.copytree(emulator.build(), folder, ignore=shutil.ignore_patterns("*.gch"))
 
     done = installation.command(

@@ -1,4 +1,4 @@
-"""The Makefile's targets print which tests they leave out, and have the right settings."""
+"""The Makefile's test targets print which tests they leave out, and use the right settings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_programs_keep_the_bytecode_of_their_imports_whatever_the_environment_sa
 
 
 def test_the_tests_of_a_file_run_in_one_process(request: pytest.FixtureRequest) -> None:
-    """xdist runs tests in one process if their names end with ``@`` and an equal group name."""
+    """xdist runs tests in one process if their names end with ``@`` and the same group name."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         pytest.skip("all tests run in this process")
     file = request.node.nodeid.partition("::")[0]

@@ -1,4 +1,6 @@
-"""If torch is built for CUDA, an error is raised before torch_npu can end the process."""
+"""With a torch that is built for CUDA, torch_npu would end the process. Our error is raised before
+this.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ LOADS = {
 
 
 def run(code: str, folder: Path, version: str) -> subprocess.CompletedProcess[str]:
-    """Run code with a fake torch that has this ``version.py`` and prints a line at import."""
+    """Run code with a fake torch. Its ``version.py`` contains ``version``, and it prints a line
+    when it is imported.
+    """
     torch = folder / "torch"
     torch.mkdir()
     (torch / "version.py").write_text(version)

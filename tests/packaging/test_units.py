@@ -1,4 +1,4 @@
-"""The units of systemd in cluster/systemd, read by systemd's own tools."""
+"""The systemd units in cluster/systemd are checked by systemd's own tools."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_unit_restarts_for_ever_and_starts_a_program_of_ours(unit: Path) -> No
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_systemd_accepts_a_unit(tmp_path: Path, unit: Path) -> None:
     for other in UNITS:
-        # The programs of the units are not installed on this machine.
+        # The programs that the units start are not installed on this machine.
         text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", other.read_text(), flags=re.M)
         (tmp_path / other.name).write_text(text.replace("User=dist-aclgraph", "User=root"))
 

@@ -1,4 +1,6 @@
-"""``make test-upstream`` on a small checkout: outcomes, hangs, deaths, causes and the page."""
+"""``make test-upstream`` runs the tests of a small fake checkout. Outcomes, hangs, deaths and
+causes are right, and so is the page of results.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ cause = [
 
 @pytest.fixture
 def play(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Return a function that runs files, and returns exit status, printed text, and the page."""
+    """Return a function that runs test files, and returns the exit status, the printed text, and
+    the page of results.
+    """
 
     def run(*files: str, **sources: str) -> tuple[int, str, str]:
         (tmp_path / "test" / "npu").mkdir(parents=True, exist_ok=True)
@@ -63,7 +67,7 @@ def play(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def row(page: str, name: str) -> list[str]:
-    """Return the cells of a file: passed, failed, error, skipped, hung, not run."""
+    """Return the cells of a file's row: passed, failed, error, skipped, hung, not run."""
     (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} |"))
     return [cell.strip() for cell in line.split("|")[2:-1]]
 
@@ -107,7 +111,7 @@ def test_after(): device.synchronize()
 @pytest.mark.slow
 def test_files_that_are_run_again_replace_their_results_and_keep_the_others(play) -> None:
     status, _, page = play("npu/test_a.py", a="def test(): assert 0\n", b=TWO)
-    assert (status, page) == (1, "")  # without results of all files there is no page
+    assert (status, page) == (1, "")  # the page is written only with results of all files
 
     play("npu/test_b.py")
     status, _, page = play("npu/test_a.py", a=TWO)

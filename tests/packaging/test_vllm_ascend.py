@@ -1,4 +1,4 @@
-"""Tests the tools of ``make test-vllm-ascend`` that need no vLLM."""
+"""The tools of ``make test-vllm-ascend``, as far as they work without vLLM."""
 
 from __future__ import annotations
 

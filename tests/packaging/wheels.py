@@ -1,4 +1,4 @@
-"""Builds wheels from copies of the clone's files, as pip does."""
+"""Builds wheels as pip does, from copies of the files in the repository's clone."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ WITH_NEXT_TOKEN_MODULE = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint and the tokens that transformers generates from it."""
+    """A checkpoint, and the tokens that transformers generates with it."""
 
     directory: Path
     model: Any
@@ -29,13 +29,14 @@ def remember(
     recorded: str = "",
     **overrides: Any,
 ) -> Any:
-    """Return a function that returns an architecture's reference, and computes it only once.
+    """Return a function that returns the reference of an architecture. It makes each reference only
+    once.
 
     Args:
         lengths: lengths of the prompts.
-        recorded: the part of ``recorded.py`` that has the tokens. If it is "", transformers
-            generates the tokens, which takes a minute for long prompts.
-        overrides: settings of the model that replace the usual settings.
+        recorded: the part of the recorded tokens (see ``recorded.py``) to use. If it is "",
+            transformers generates the tokens, which takes a minute for long prompts.
+        overrides: settings of the model that replace the usual ones.
     """
     known: dict[str, Reference] = {}
 
@@ -58,11 +59,11 @@ def remember(
 
 @pytest.fixture(scope="session")
 def references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return references whose prompts each fit into one step."""
+    """Return references for prompts that each fit into one step."""
     return remember(tmp_path_factory, LENGTHS, "short")
 
 
 @pytest.fixture(scope="session")
 def long_references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return references of models with a long context; some prompts need several steps."""
+    """Return references for models with a long context. Some prompts need several steps."""
     return remember(tmp_path_factory, LONG_LENGTHS, "long", max_position_embeddings=LONG_CONTEXT)

@@ -1,8 +1,9 @@
-"""Makes 64 checkpoints with random weights from one seed, in the forms that other projects publish.
+"""Makes 64 checkpoints with random weights from one seed, in the forms in which other projects
+publish checkpoints.
 
-The values of each axis (heads, rope, windows, shards, types, ...) are shuffled. So every value of
-an axis occurs, in random combinations with values of other axes. Every eighth checkpoint has a
-property that is refused.
+Checkpoints differ along several axes (heads, rope, windows, shards, types,...). The values of each
+axis are shuffled. So every value of an axis occurs, in random combinations with values of the other
+axes. Every eighth checkpoint has a property that the service refuses.
 
 ``python -m tests.parity.made_checkpoints DIRECTORY`` writes all checkpoints.
 """
@@ -41,16 +42,18 @@ MADE = (
 )
 CONTEXT, ORIGINAL, LONGER = 256, 64, 300
 NUM_TOKENS = 6
-# Suffixes of the names of layers' matrices; MiniMax numbers the matrices of an expert.
+# Endings of the names of layers' matrices. MiniMax names the matrices of an expert w1, w2 and w3.
 MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
-BLOCK = 128  # an FP8 scale is for a block of BLOCK rows and BLOCK columns of a matrix
+BLOCK = 128  # each FP8 scale belongs to BLOCK rows and BLOCK columns of a matrix
 Keys = dict[str, Any]
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary embedding, the lengths of test prompts, and the deployment's ``max_model_len``."""
+    """A kind of rotary embedding, the lengths of the test's prompts, and the deployment's
+    ``max_model_len``.
+    """
 
     keys: Callable[[int], Keys]  # returns keys of config.json for a number of rotated elements
     lengths: tuple[int, ...] = (3, 30, 100)
@@ -59,15 +62,16 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A checkpoint, and the deployment that serves it.
+    """The description of a checkpoint, and of the deployment that serves it.
 
     Attributes:
         sizes: settings of the model in transformers, which determine the shapes of its weights.
-        keys: keys that replace those of transformers in config.json; rope_parameters is removed.
-        quantised: INT4, INT8, or the type of the scales of FP8 weights; None means float weights.
+        keys: keys of config.json that replace those of transformers; rope_parameters is removed.
+        quantised: INT4, INT8, or, for FP8 weights, the type of their scales. None means float
+            weights.
         deployment: keys of the deployment's configuration.
-        refusal: a part of the expected error's message; None means that the tokens must equal those
-            of transformers.
+        refusal: a part of the expected error's message. If None, no error is expected, and the
+            tokens must equal those of transformers.
     """
 
     name: str
@@ -120,15 +124,15 @@ ROPES = {
     "yarn, mscale": Rope(lambda dim: yarn(mscale=0.8, mscale_all_dim=0.5, beta_fast=16)),
     "yarn, not truncated": Rope(lambda dim: yarn(truncate=False)),
     "dynamic": Rope(lambda dim: DYNAMIC, max_len=CONTEXT),
-    # transformers computes the embedding for the length of the request, and the service computes it
-    # for max_len. So the request, with its prompt and NUM_TOKENS tokens, has the length max_len.
+    # transformers computes this embedding for the length of the request; the service computes it
+    # for max_len. So the prompt and NUM_TOKENS tokens together have the length max_len.
     "dynamic, beyond the context": Rope(
         lambda dim: DYNAMIC, lengths=(LONGER - NUM_TOKENS,), max_len=LONGER
     ),
     "longrope, short": Rope(longrope, lengths=(3, 20, 41)),
     "longrope, long": Rope(longrope, lengths=(70, 90, 120), max_len=CONTEXT),
 }
-# Number of attention heads, number of KV heads, and head_dim.
+# Each: number of attention heads, number of KV heads, and head_dim.
 HEADS = (
     (4, 2, 32), (4, 4, 64), (8, 2, 48), (6, 3, 64),
     (2, 1, 128), (4, 1, 80), (3, 3, 64), (2, 2, 256),
@@ -160,15 +164,17 @@ EXPERTS: tuple[Keys, ...] = (
 )
 MODES = ("NONE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INT4 = "int4"  # 4-bit attention weights in groups, as compressed-tensors stores them
-INT8 = "int8"  # 8-bit weights and activations, as ModelSlim stores and describes them
+INT4 = "int4"  # attention weights of four bits with groups, in compressed-tensors' form
+INT8 = "int8"  # weights and activations in int8, in ModelSlim's form
 QUANTISED = (None, None, torch.float8_e8m0fnu, torch.float32, INT4, torch.bfloat16, INT8)
 GROUP = 32
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A refused change of a checkpoint or a deployment, and a part of the error's message."""
+    """A change of a checkpoint or of a deployment that the service must refuse, and a part of the
+    error's message.
+    """
 
     says: str
     keys: Keys = field(default_factory=dict)
@@ -188,7 +194,7 @@ REFUSALS = (
 
 
 def make_all(seed: int = SEED) -> list[Made]:
-    """Return the descriptions of all checkpoints of a seed."""
+    """Return the descriptions of all checkpoints that a seed gives."""
     random = Random(seed)
 
     def deal(values: Sequence[Value]) -> list[Value]:
@@ -292,7 +298,9 @@ def _make(
 
 
 def write(made: Made, directory: Path) -> tuple[Path, Path]:
-    """Write a checkpoint twice; return our directory, and the directory for transformers."""
+    """Write a checkpoint twice: for the service, and for transformers. Return both directories, the
+    service's first.
+    """
     model = make_reference(made.architecture, **made.sizes).to(made.dtype)
     shard_size = "1GB" if made.quantised else made.shard_size
     model.save_pretrained(directory, max_shard_size=shard_size)
@@ -330,7 +338,9 @@ def write(made: Made, directory: Path) -> tuple[Path, Path]:
 
 
 def write_fp8(directory: Path, reference: Path, scales: torch.dtype) -> None:
-    """Store the layers' matrices in FP8; store the rounded values as floats in the reference."""
+    """Write the layers' matrices in FP8 to ``directory``; write the rounded values as floats to
+    ``reference``.
+    """
     stored = load_file(directory / "model.safetensors")
     plain = dict(stored)
     for name in [name for name in stored if name.endswith(MATRICES)]:
@@ -346,7 +356,9 @@ def write_fp8(directory: Path, reference: Path, scales: torch.dtype) -> None:
 
 
 def _scales(weight: Tensor) -> Tensor:
-    """Return scales [ceil(rows / 128), ceil(columns / 128)], before any rounding."""
+    """Return the scales of a weight's blocks, [ceil(rows / 128), ceil(columns / 128)], before they
+    are rounded to a type.
+    """
     largest = torch.nn.functional.max_pool2d(
         weight.abs()[None], BLOCK, ceil_mode=True, stride=BLOCK
     )[0]

@@ -1,8 +1,8 @@
 """Recorded tokens of transformers for the parity tests.
 
-``python -m tests.parity.recorded`` records all tokens again; with ``ARCHITECTURE...``, only the
-tokens of these architectures.
-``test_recorded.py`` generates the tokens again with transformers.
+``python -m tests.parity.recorded`` records all tokens again; with names of architectures as
+arguments, it records only their tokens. ``test_recorded.py`` checks the recorded tokens: it
+generates them again with transformers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ LONG_LENGTHS = (1, 2, 15, 16, 17, 40, 129, 255, 300, 511, 640, 900)
 LONG_CONTEXT = 1024
 NUM_TOKENS = 64
 FILE = Path(__file__).parents[1] / "data" / "transformers_tokens.json"
-# For each part of the file: the lengths of prompts, and settings that replace the models' settings.
+# For each part of the file of recorded tokens: the lengths of its prompts, and settings that
+# replace those of the models.
 PARTS = {
     "short": (LENGTHS, {}),
     "long": (LONG_LENGTHS, {"max_position_embeddings": LONG_CONTEXT}),
@@ -27,13 +28,13 @@ PARTS = {
 
 
 def recorded_tokens(part: str, architecture: str) -> list[list[int]]:
-    """Return the greedy tokens of each prompt, [num_prompts, NUM_TOKENS]."""
+    """Return the recorded greedy tokens of each prompt, [num_prompts, NUM_TOKENS]."""
     tokens: list[list[int]] = json.loads(FILE.read_text())[part][architecture]
     return tokens
 
 
 def generate(part: str, architecture: str) -> list[list[int]]:
-    """Generate the recorded tokens with transformers."""
+    """Generate, with transformers, the tokens of a part of the file for one architecture."""
     lengths, overrides = PARTS[part]
     model = make_reference(architecture, **overrides)
     return greedy(model, make_prompts(lengths), NUM_TOKENS)

@@ -1,4 +1,6 @@
-"""Checks that each token of an answer in bfloat16 is the most probable one, except for rounding."""
+"""Checks that each token of an answer in bfloat16 is the most probable one, within errors of
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ from tests.parity.conftest import Reference
 
 
 def assert_best_but_for_rounding(reference: Reference, answers: list[list[int]]) -> None:
-    """Assert that the exact log-probability of each token is close to the best token's.
+    """Assert that the exact log-probability of each token is close to that of the most probable
+    token.
 
-    The tolerance is three times the largest error of transformers in bfloat16, plus 0.02.
+    The tolerance is three times the largest error of transformers' log-probabilities in bfloat16,
+    plus 0.02.
     """
     rounded = copy.deepcopy(reference.model).bfloat16()
     pairs = list(zip(reference.prompts, answers, strict=True))
@@ -26,7 +30,9 @@ def assert_best_but_for_rounding(reference: Reference, answers: list[list[int]])
 
 
 def losses(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
-    """Return how far each token's log-probability is below the best token's."""
+    """Return, for each token, the difference between the largest log-probability at its position
+    and its own.
+    """
     found = logprobs(model, prompt, answer)
     chosen = found.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
     return (found.max(-1).values - chosen).tolist()

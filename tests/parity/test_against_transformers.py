@@ -1,4 +1,4 @@
-"""Tokens of whole deployments equal those of transformers."""
+"""Whole deployments generate the same tokens as transformers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.parity.conftest import NUM_TOKENS, Reference
 from tests.slow import rare, slow
 
 TP_OF = {architecture: 1 + index % 2 for index, architecture in enumerate(ARCHITECTURES)}
-# Each architecture runs with graphs on one rank or on two, and eagerly on the other number of
-# ranks. make test runs one architecture of each kind of attention with graphs, and make test-more
-# runs it eagerly.
+# Each architecture runs with graphs on one rank or on two ranks, and eagerly on the other number.
+# Of each kind of attention, make test runs one architecture with graphs, and make test-more runs
+# the same architecture eagerly.
 KINDS = {
     "Qwen3ForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -132,7 +132,7 @@ def test_replay_goes_far_beyond_the_captured_kv_length(references: Any, architec
         [answer] = group.generate([prompt], greedy_params(count))
         report = group.report()
 
-    # Each token is the most probable token after the previous tokens.
+    # In transformers, too, each token is the most probable one after the previous tokens.
     assert answer.tokens == logprobs(reference.model, prompt, answer.tokens).argmax(-1).tolist()
     assert len(answer.tokens) == count
     assert_replays_where_it_may(report, "FULL_DECODE_ONLY")
@@ -141,7 +141,7 @@ def test_replay_goes_far_beyond_the_captured_kv_length(references: Any, architec
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "forms_agree"),
-    # Latent attention has two forms, which round differently. The form that a request gets depends
+    # Latent attention has two forms, which round differently. Which form computes a request depends
     # on the other requests of the step.
     [
         ("Qwen3ForCausalLM", True),
@@ -176,7 +176,9 @@ def test_strict_bfloat16_logprobs_lie_near_those_of_transformers(
 def assert_a_strict_device_takes_every_call(
     reference: Reference, config: Config, num_tokens: int
 ) -> None:
-    """Generate tokens on a strict device, and compare the log-probabilities of the first tokens."""
+    """Generate tokens on a strict device, which refuses wrong calls, and compare the
+    log-probabilities of the first tokens.
+    """
     assert config.device.emulator.strict
     with lockstep(config) as group:
         group.generate(reference.prompts, greedy_params(num_tokens))
@@ -193,18 +195,18 @@ def assert_logprobs_near(reference: Reference, rows: list[RowLogprobs]) -> None:
             logits = [m(torch.tensor([prompt])).logits[0, -1] for m in (reference.model, model)]
         exact, rounded = (torch.log_softmax(x.float(), -1)[ids] for x in logits)
         found = torch.tensor(row.logprobs)
-        # The largest allowed error is three times the error of transformers in bfloat16, plus 0.02.
+        # The allowed error is three times the largest error of transformers in bfloat16, plus 0.02.
         allowed = 3 * (rounded - exact).abs().max() + 0.02
         assert (found - exact).abs().max() <= allowed
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request.
+    """A request of a random schedule.
 
     Attributes:
-        prompt: index of the prompt.
-        count: number of tokens.
+        prompt: index of its prompt.
+        count: number of tokens that it generates.
         steps: number of steps until the next request arrives.
         aborts: index of an earlier request that is aborted when this request has been submitted.
     """
@@ -229,7 +231,9 @@ def make_traffic(reference: Reference, seed: int) -> list[Arrival]:
 
 
 def make_narrow_config(reference: Reference, mode: str) -> Config:
-    """Return a configuration with two ranks, and with fewer KV blocks than the requests need."""
+    """Return a configuration with two ranks, and with fewer KV blocks than all requests together
+    need.
+    """
     return make_deployment_config(
         reference.directory,
         parallel={"tp": 2},

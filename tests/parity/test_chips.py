@@ -1,6 +1,7 @@
-"""In strict mode, every architecture keeps the rules of each chip and release series of CANN.
+"""In strict mode, no architecture violates a rule of any chip or of any release series of CANN.
 
-Each architecture uses all of its features: full graphs and pieces, experts on other ranks, a draft.
+Each architecture uses all features that it supports: full and piecewise graphs, experts on other
+    ranks, and a draft.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-SMALL_HEADS = ("LlamaForCausalLM", "Qwen2ForCausalLM")  # heads of size 32, which CANN 8.5 refuses
+SMALL_HEADS = ("LlamaForCausalLM", "Qwen2ForCausalLM")  # CANN 8.5 refuses their size, 32
 ALL = [
     (architecture, *chip)
     for architecture in ARCHITECTURES
@@ -42,8 +43,8 @@ ALL = [
     if not (architecture in SMALL_HEADS and chip[1].startswith("8."))
 ]
 A2_OLD, A2, A3 = CHIPS
-# Each architecture occurs once, and each chip twice, with and without experts. The profile "full"
-# tries all combinations.
+# Each architecture occurs once. Each chip occurs twice: with experts and without. The profile
+# "full" tries all combinations.
 FEW = [
     slow("Qwen3ForCausalLM", *A2_OLD),
     ("Qwen3MoeForCausalLM", *A3),
@@ -61,7 +62,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "prompts": {**DENSE, "parallel": {"pcp": 2}},
     "latents": {**DRAFTED, "parallel": {"tp": 2, "pcp": 2, "dcp": 4, "cp_interleave": 16}},
 }
-SUMS = ("latents", "Ascend910_9391", "8.5.1")  # the first release with log-sum-exps of latents
+SUMS = ("latents", "Ascend910_9391", "8.5.1")  # the first with log-sum-exps of latents
 ALL_SHARED = [SUMS, *((which, *chip) for which in SHARED for chip in CHIPS[1:])]
 FEW_SHARED = [slow("keys", *A3), slow("prompts", *A2), slow("latents", *A3), slow(*SUMS)]
 

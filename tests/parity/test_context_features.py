@@ -1,4 +1,4 @@
-"""Requests with any features get the same tokens, however ranks share contexts."""
+"""Requests with various features get the same tokens, however the ranks share contexts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.lockstep import Lockstep, lockstep
 
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 BLOCK_SIZE, MAX_LEN = 16, 256
-# (tp, pcp, dcp) of two ranks. In the first layout, both ranks compute and cache all tokens. In the
-# others, the ranks divide the cached tokens, the tokens of prompts, or both.
+# (tp, pcp, dcp) of two ranks. In the first layout, each rank computes and caches all tokens. In the
+# other layouts, the ranks divide the cached tokens, the tokens of prompts, or both.
 LAYOUTS = [(2, 1, 1), (2, 1, 2), (1, 2, 1), (1, 2, 2)]
 STEM, *OTHERS = make_prompts((90, 1, 30, 30, 60, 17, 100, 20))
 
@@ -71,8 +71,8 @@ def found(npu: Any) -> dict[tuple[int, int, int], list[Answer]]:
             },
             scheduler={"max_num_seqs": 6, "max_num_batched_tokens": 64},
             speculative={"num_tokens": 1},
-            # The cache has blocks for one request of full length and a few more blocks, so that
-            # some requests are preempted.
+            # The cache has only a few blocks more than one request of full length needs, so some
+            # requests are preempted.
             kv={"block_size": BLOCK_SIZE, "num_blocks": 2 + (MAX_LEN + 64) // BLOCK_SIZE // dcp},
         )
         with lockstep(config) as group:

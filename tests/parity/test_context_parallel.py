@@ -1,9 +1,9 @@
-"""With layouts that share the context of requests between ranks, tokens equal those of
-transformers.
+"""With layouts in which ranks share the contexts of requests, tokens equal those of transformers.
 
-Each pair of values of two axes occurs in some layout. ``make test`` tries two layouts with shards
-and split prompts: a model with keys, and a model with latents, drafts and experts. The full profile
-adds every graph mode with every number of drafts, for shards and for split prompts.
+Layouts differ along several axes. Each pair of values of two axes occurs in some layout. ``make
+test`` tries two layouts with shards and split prompts: one model with keys, and one model with
+latents, drafts and experts. The full profile adds every graph mode with every number of drafts,
+both for shards and for split prompts.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def name(layout: Layout) -> str:
 
 
 def sizes(layout: Layout) -> dict[str, Any]:
-    """Return the graph sizes of a layout's mode; the sizes of decode batches count drafts."""
+    """Return the graph sizes for the layout's graph mode. The size of a decode batch counts its
+    drafts, too.
+    """
     decode = {"sizes": tuple(count * (layout.drafts + 1) for count in (1, 4, 12))}
     mixed = (16, 64, 256)
     return {
@@ -116,8 +118,8 @@ def check(reference: Reference, layout: Layout) -> None:
     assert [answer.tokens for answer in answers] == reference.tokens
 
 
-QUICK = (LAYOUTS[16],)  # a layout of four ranks; eight ranks take twice as long
-# With these layouts, every architecture, exchange, mode and number of drafts is tested, and also a
+QUICK = (LAYOUTS[16],)  # a layout with four ranks; one with eight ranks takes twice as long
+# These layouts cover every architecture, exchange, graph mode and number of drafts, and a
 # deployment of eight ranks.
 MORE = [LAYOUTS[i] for i in (0, 2, 3, 4, 6, 9, 11, 13, 15)]
 

@@ -1,4 +1,6 @@
-"""KV that several ranks share gives the same tokens after it was read from files."""
+"""If several ranks share the KV of requests, tokens stay the same after this KV was read from
+files.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def test_tokens_are_those_of_computed_blocks(
         graph={"mode": layout.mode},
         kv={
             "block_size": BLOCK_SIZE,
-            "num_blocks": 256,  # enough for all requests, so that none is preempted
+            "num_blocks": 256,  # enough blocks for all requests, so that none is preempted
             "host_path": str(tmp_path),
             "host_gib": 0.1,
         },

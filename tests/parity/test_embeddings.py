@@ -1,5 +1,5 @@
-"""Embeddings equal the last hidden states of transformers, even if a prompt runs in chunks, in a
-batch with other requests, or several times.
+"""Embeddings equal the last hidden states of transformers, even if a prompt runs in chunks, or with
+other requests, or more than once.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_embeddings_equal_the_last_hidden_states_of_transformers(
         speculative={"num_tokens": 1 if "Deepseek" in architecture else 0},
     )
     with lockstep(config) as group:
-        # The second time the prefixes are cached; the third time requests are preempted.
+        # In the second run, prefixes are cached; in the third run, requests are preempted.
         for name, num_blocks in [("a", None), ("b", None), ("c", 24)]:
             if num_blocks is not None:
                 group.restart(num_blocks=num_blocks)

@@ -77,6 +77,6 @@ def test_shared_experts_on_a_stream_of_their_own_change_nothing_but_streams(
             assert all(("overlap" in entry["parts"]) == overlaps for entry in graphs)
 
     assert tokens[True] == tokens[False] == [t[:NUM_TOKENS] for t in reference.tokens]
-    # With overlap, each graph needs one stream more; there are three sizes, each with a graph of
-    # the decoder and a graph of drafts.
+    # With overlap, each graph needs one more stream. There are six graphs: for each of three sizes,
+    # a graph of the decoder and a graph of drafts.
     assert [on - off for on, off in zip(streams[True], streams[False], strict=True)] == [6] * 4

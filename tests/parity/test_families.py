@@ -1,4 +1,5 @@
-"""Tests further families of models with layouts, chunked prompts, drafts and names of weights.
+"""Model families generate the right tokens with parallel layouts, chunked prompts, drafts, and
+other names of weights.
 
 ``test_against_transformers.py`` tests each family on one rank and on two ranks, in eager steps and
 with graphs.
@@ -32,7 +33,7 @@ QWEN_DENSE, KIMI_LINEAR = "Qwen3_5ForCausalLM", "KimiLinearForCausalLM"
     ("architecture", "parallel"),
     [
         slow(GLM, {"tp": 2, "ep": 2}),
-        (MINIMAX, {"tp": 4}),  # KV heads have copies, and norms are over all heads
+        (MINIMAX, {"tp": 4}),  # several ranks have the same KV head; norms span all heads
         (GPT_OSS, {"dp": 2, "ep": 2}),
         slow(GLM, {"dp": 2, "ep": 2}),
         rare(GLM, {"tp": 4}),
@@ -75,7 +76,7 @@ def test_prompts_in_chunks_change_no_token(
     config = make_deployment_config(
         reference.directory,
         parallel={"tp": tp},
-        graph={"mode": mode, "max_tokens": 48},  # capturing many graphs of pieces takes long
+        graph={"mode": mode, "max_tokens": 48},  # fewer captures take less time
         scheduler={"max_num_batched_tokens": 128},
         kv={"block_size": 32, "num_blocks": 320},
     )
@@ -102,7 +103,7 @@ def test_hybrids_on_four_ranks_continue_from_checkpoints(
         parallel={"tp": 4},
         graph={"mode": "FULL_DECODE_ONLY", "sizes": (6,)},
         speculative={"num_tokens": num_drafts},
-        # The requests share 4 blocks, and grow to 7 further blocks.
+        # The requests share 4 blocks, and each grows to 7 more blocks.
         kv={"block_size": 16, "num_blocks": 11},
     )
 
@@ -146,13 +147,15 @@ def test_drafts_of_glm_change_no_token(
 def test_graphs_of_hybrids_in_strict_bfloat16_equal_eager_steps(
     npu: Any, tmp_path: Path, architecture: str, num_drafts: int
 ) -> None:
-    """Operators of linear attention need bfloat16. Strict mode refuses undocumented calls."""
+    """CANN's operators of linear attention need bfloat16, and strict mode refuses calls that its
+    documents exclude.
+    """
     make_reference(architecture, tmp_path)
     if num_drafts:
         add_next_token_module(tmp_path)
     prompts, found = make_prompts((1, 3, 40, 65)), []
-    # Only decode batches have graphs. These batches need no padding; padded batches could be
-    # rounded differently.
+    # Only decode batches have graphs here, because they need no padding. In padded batches, results
+    # could be rounded differently.
     for mode in ("NONE", "FULL_DECODE_ONLY"):
         config = make_deployment_config(
             tmp_path,

@@ -1,5 +1,5 @@
-"""CANN 8.5 counts a shared block once for each request that uses it. CANN refuses a call if the sum
-is larger than the number of blocks in the cache.
+"""Requests that share blocks can together use more blocks than the cache has. CANN 8.5 counts a
+shared block once for each request, and refuses a call if the sum exceeds the cache's blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_requests_share_a_prefix_in_a_cache_that_is_nearly_full(references: Any)
     )
 
     with lockstep(config) as group:
-        # The first request runs alone and puts the prefix into the cache; all other requests use
+        # The first request runs alone and puts the prefix into the cache. All other requests use
         # this prefix.
         answers = group.generate(prompts[:1], greedy_params(16), "first")
         answers += group.generate(prompts[1:], greedy_params(16))

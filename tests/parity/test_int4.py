@@ -1,4 +1,4 @@
-"""4-bit weights on several ranks give the same tokens as the same weights in bfloat16."""
+"""On several ranks, weights of four bits give the same tokens as the same weights in bfloat16."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def test_modelslim_w4a8_beside_w8a8_gives_the_tokens_of_the_same_values_in_int8(
         made.append(quantised)
     in_int4, in_int8 = made
 
-    # No operator joins SwiGLU to 4-bit experts, so the int8 experts must not use such an operator.
+    # No fused operator computes SwiGLU for experts in four bits, so the experts in int8 must not
+    # use one, either.
     common = ["norm_quant", "swiglu_quant", "routing_quant", "nz_weights"]
     want = generate(in_int8, parallel, common)
 

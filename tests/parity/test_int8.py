@@ -1,4 +1,4 @@
-"""With int8 weights on several ranks, graphs and eager steps give the same tokens (strict mode)."""
+"""In strict mode, int8 weights on several ranks give the same tokens with graphs and eagerly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def generate(
         device={"emulator": {"strict": True}, "fusions": fusions},
     )
     with lockstep(config) as group:
-        # The requests run one after another, because float products may be rounded differently in
+        # The requests run one after another, because float products can be rounded differently in
         # batches of another size.
         answers = [
             group.generate([prompt], greedy_params(8), f"alone{i}")[0]

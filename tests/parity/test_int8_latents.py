@@ -1,10 +1,10 @@
-"""Latents in int8 without an indexer: DeepSeek V3 and GLM-4.7-Flash give the probabilities of
-transformers, if the latents of transformers have the values that int8 latents stand for.
+"""Latents in int8 without an indexer. DeepSeek V3 and GLM-4.7-Flash give the same probabilities as
+transformers, if transformers rounds its latents to the values that int8 latents can have.
 
 The model of transformers rounds the normalised latents of each layer: 128 values share a scale,
-which is 1/127 of the largest of them. Both models compute in float32, but add in different orders,
-so a latent between two values may get the other value. The layers have no experts: another choice
-of experts would change more than rounding does.
+which is 1/127 of the largest of them. Both models compute in float32, but add in different orders.
+So a latent near the middle of two int8 values may be rounded to the other one. The layers have no
+experts, because a different choice of experts would change more than rounding does.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tests.slow import slow
 DEEPSEEK, GLM = "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
 KIMI = "KimiLinearForCausalLM"  # most layers have linear attention, the others have latents
 LENGTHS, NUM_TOKENS, TILE = (1, 3, 15, 16, 17, 64, 129, 300), 12, 128
-DENSE = {"first_k_dense_replace": 4}  # no layer has experts, nor has the next-token module
-# Log-probabilities differ by up to 0.003. Without the rounding of latents, they differ by 0.02 to
-# 0.3.
+DENSE = {"first_k_dense_replace": 4}  # neither the layers nor the next-token module have experts
+# Measured differences of log-probabilities are up to 0.003. If transformers does not round its
+# latents, they are 0.02 to 0.3.
 TOLERANCE = 0.01
 
 
@@ -57,7 +57,7 @@ def rounded(latents: Tensor) -> Tensor:
 
 @contextmanager
 def rounded_latents(model: Any) -> Iterator[None]:
-    """Let the attention of a model of transformers get rounded latents."""
+    """Within this context, the attention of ``model`` (of transformers) uses rounded latents."""
     norms = [layer.self_attn.kv_a_layernorm for layer in model.model.layers]
     hooks = [norm.register_forward_hook(lambda *call: rounded(call[-1])) for norm in norms]
     try:
@@ -68,7 +68,9 @@ def rounded_latents(model: Any) -> Iterator[None]:
 
 
 def assert_rounded(model: Reference, answers: list[Answer]) -> None:
-    """Assert that tokens are the best, and their log-probabilities those, of rounded latents."""
+    """Assert that, with rounded latents, transformers finds each token most probable, and gives the
+    same log-probabilities.
+    """
     with rounded_latents(model.model):
         for prompt, answer in zip(model.prompts, answers, strict=True):
             expected = logprobs(model.model, prompt, answer.tokens)
@@ -79,7 +81,7 @@ def assert_rounded(model: Reference, answers: list[Answer]) -> None:
 
 
 def config_of(model: Reference, **options: Any) -> Config:
-    """Return a deployment with few graphs, because capturing graphs of pieces takes long."""
+    """Return a configuration with few graphs. The capture of piecewise graphs takes long."""
     graph = {"max_tokens": 40, **options.pop("graph", {})}
     kv = {"block_size": 16, "num_blocks": 160, "dtype": "int8"}
     return make_deployment_config(model.directory, **{"kv": kv, "graph": graph, **options})
@@ -102,7 +104,7 @@ def test_probabilities_are_those_of_rounded_latents(
     mode: str,
     drafts: int,
 ) -> None:
-    """Prompts are computed in chunks, and the second time behind cached prefixes."""
+    """Prompts are computed in chunks, and then a second time after cached prefixes."""
     model = models[architecture]
     config = config_of(
         model,
@@ -124,7 +126,8 @@ def test_probabilities_are_those_of_rounded_latents(
 
 def test_replayed_steps_equal_eager_steps_bit_by_bit(models: dict[str, Reference]) -> None:
     model = models[DEEPSEEK]
-    # All prompts fit into one step, so each later step has as many tokens as the graph.
+    # All prompts fit into one step, so each later step has as many tokens as its graph, and no
+    # padding.
     prompts, found = model.prompts[2:6], {}
     for mode in ("NONE", "FULL_DECODE_ONLY"):
         with lockstep(config_of(model, graph={"mode": mode, "max_tokens": 4})) as group:
@@ -138,10 +141,11 @@ def test_replayed_steps_equal_eager_steps_bit_by_bit(models: dict[str, Reference
 def test_latents_in_int8_change_probabilities_little(
     models: dict[str, Reference], architecture: str
 ) -> None:
-    """A strict device takes every call, in bfloat16 and with drafts.
+    """A strict device accepts every call, in bfloat16 and with drafts.
 
-    A latent differs by half a scale at most, which is 1/254 of the largest of 128 latents. The
-    probabilities may differ by three times as much as those of transformers in bfloat16.
+    Rounding to int8 changes a latent by at most half a scale, which is 1/254 of the largest of 128
+    latents. The allowed difference of probabilities is three times that of transformers in
+    bfloat16.
     """
     model = models[architecture]
     config = config_of(

@@ -1,4 +1,4 @@
-"""With biases, allowed tokens and bad words, the tokens equal those of transformers."""
+"""With logit biases, allowed tokens and bad words, generated tokens equal those of transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_TOKENS = 12
 
 
 def expected(model: Any, prompt: list[int], settings: dict[str, Any]) -> list[int]:
-    """Generate with the logits processors of transformers."""
+    """Return the tokens that transformers generates with its own logits processors."""
     given: dict[str, Any] = {}
     if biases := settings.get("logit_bias"):
         given["sequence_bias"] = {(token_id,): value for token_id, value in biases.items()}
@@ -38,7 +38,7 @@ def expected(model: Any, prompt: list[int], settings: dict[str, Any]) -> list[in
 
 
 def settings_for(free: list[int]) -> list[dict[str, Any]]:
-    """Return settings that each change ``free``, the answer without settings."""
+    """Return several settings. Each of them changes ``free``, the answer without settings."""
     pair = [tuple(free[i : i + 2]) for i in (1, 4)]
     return [
         {"bad_word_ids": (tuple(free[2:5]), *pair)},

@@ -1,4 +1,6 @@
-"""Each made checkpoint gives the tokens of transformers, or is refused with one sentence."""
+"""Each checkpoint of ``made_checkpoints`` gives the same tokens as in transformers, or is refused
+with one sentence.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def read_model(directory: Path) -> Any:
 
 
 def assert_greedy(model: Any, prompts: list[list[int]], answers: list[Answer]) -> None:
-    """Assert that each token is the one that transformers finds most probable at its position."""
+    """Assert that transformers finds each token of the answers the most probable one at its
+    position.
+    """
     for prompt, answer in zip(prompts, answers, strict=True):
         expected = logprobs(model, prompt, answer.tokens)
         assert answer.tokens == expected.argmax(-1).tolist()

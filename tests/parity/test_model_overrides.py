@@ -1,4 +1,6 @@
-"""If the configuration replaces values of config.json, ranks use the new values."""
+"""If the deployment's configuration replaces values of the model's config.json, all ranks use the
+new values.
+"""
 
 from __future__ import annotations
 

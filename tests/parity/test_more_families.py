@@ -1,7 +1,7 @@
-"""Further families answer with the tokens and log-probabilities of transformers.
+"""Further model families answer with the same tokens and log-probabilities as transformers.
 
-transformers runs one pass over prompt and answer; each token of the answer must be the most
-probable token of this pass.
+transformers runs one pass over the prompt and the answer. In this pass, each token of the answer
+must be the most probable one at its position.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def test_layouts_change_no_token(
 def test_heads_of_zeros_change_no_token(
     npu: Any, tmp_path: Path, num_drafts: int, parallel: dict[str, int]
 ) -> None:
-    """Each rank has 3 heads of latent attention, whose operator runs with 4."""
+    """Each rank has 3 heads of latent attention. The operator runs with 4 heads, of which one is
+    zero.
+    """
     model, prompts = make_reference("Glm4MoeLiteForCausalLM", tmp_path), make_prompts(LENGTHS)
     add_next_token_module(tmp_path)
 

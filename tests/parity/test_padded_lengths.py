@@ -1,4 +1,4 @@
-"""Graphs whose lengths are never updated give the tokens of transformers."""
+"""Graphs whose lengths of keys are never updated give the same tokens as transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ STRICT = {"dtype": "bfloat16", "device": {"emulator": {"strict": True}}}
 def test_greedy_tokens_equal_those_of_transformers(
     long_references: Any, architecture: str, parallel: dict[str, int]
 ) -> None:
-    """Some requests grow beyond the first KV length, 512 tokens, while others are short."""
+    """Some requests grow beyond the smallest KV length of graphs, 512 tokens, while other requests
+    are short.
+    """
     reference = long_references(architecture)
     config = make_deployment_config(reference.directory, parallel=parallel, graph=NO_UPDATES)
 
@@ -43,7 +45,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 
 
 def test_devices_accept_the_calls(long_references: Any) -> None:
-    """The emulator refuses calls that a device refuses, if it is strict."""
+    """In strict mode, the emulator refuses calls that a device refuses."""
     reference = long_references("Qwen3ForCausalLM")
     config = make_deployment_config(reference.directory, graph=NO_UPDATES, **STRICT)
 

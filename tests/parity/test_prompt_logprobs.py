@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts equal those of transformers, even if a prompt runs in chunks, in a
-batch with other requests, or several times.
+"""Log-probabilities of prompts equal those of transformers, even if a prompt runs in chunks, or
+with other requests, or more than once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ NUM_TOKENS = 4
 
 
 def assert_equal(reference: Reference, index: int, answer: Answer, num_best: int) -> None:
-    """Compare log-probabilities of a prompt's tokens, and of the best tokens at each position."""
+    """Compare the log-probabilities of a prompt's tokens, and of the most probable tokens at each
+    position.
+    """
     prompt, rows = reference.prompts[index], answer.prompt_logprobs
     with torch.no_grad():
         exact = torch.log_softmax(reference.model(torch.tensor([prompt])).logits[0].float(), -1)
@@ -72,7 +74,7 @@ def test_log_probabilities_of_prompts_equal_those_of_transformers(
         speculative={"num_tokens": 1 if "Deepseek" in architecture else 0},
     )
     with lockstep(config) as group:
-        # The second time the prefixes are cached; the third time requests are preempted.
+        # In the second run, prefixes are cached; in the third run, requests are preempted.
         for name, num_blocks in [("a", None), ("b", None), ("c", 24)]:
             if num_blocks is not None:
                 group.restart(num_blocks=num_blocks)

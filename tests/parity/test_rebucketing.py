@@ -1,5 +1,5 @@
-"""Buckets are chosen again under load: the plan has three versions, and all tokens stay the
-same.
+"""While requests run, the group chooses new buckets twice. The plan gets three versions, and all
+tokens stay the same.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from tests.parity.conftest import LENGTHS, NUM_TOKENS, remember
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 NUM_STREAMS = 64
-PHASE_S = 200.0  # time limit until the plan fits the new traffic
-# Number of simultaneous requests in each phase, and the buckets that can be chosen for them.
+PHASE_S = 200.0  # seconds in which the plan must come to fit the new number of requests
+# For each phase: the number of simultaneous requests, and the buckets of which one must be chosen
+# for them.
 PHASES = ((20, {20, 24}), (44, {44, 48}), (NUM_STREAMS, {NUM_STREAMS}))
 
 
 @pytest.fixture(scope="module")
 def wide_references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return references of wide models, whose larger steps take longer even on a busy machine."""
+    """Return references for wide models. Their larger steps take measurably longer, even on a busy
+    machine.
+    """
     return remember(tmp_path_factory, LENGTHS, intermediate_size=4096)
 
 
 def run_wave(service: Serving, reference: Any, name: str, size: int) -> None:
-    """Run ``size`` requests together, and compare every token."""
+    """Run ``size`` requests at the same time, and check every token."""
     chosen = [i % len(reference.prompts) for i in range(size)]
     answers = [
         service.submit(f"{name}-{n}", reference.prompts[i], greedy_params(NUM_TOKENS))
@@ -62,22 +65,23 @@ def test_three_plan_versions_under_load_change_no_token(
         scheduler={"max_num_seqs": NUM_STREAMS, "max_num_batched_tokens": 512},
         graph={
             "rebucket_s": 0.3,
-            # On a busy machine, there are few steps per second, and measured times are inaccurate.
-            # Then a new plan seems to save little time, so this test accepts few steps and any
-            # gain.
+            # On a busy machine, there are few steps per second, and measured times are inaccurate,
+            # so a new plan may seem to save little time. These settings let a new plan follow after
+            # few steps and with any gain.
             "rebucket_min_steps": 8,
             "rebucket_gain": 0.001,
             "traffic_half_life_s": 30.0,
             "lazy": "off",
         },
-        # The streams that torch_npu and HCCL leave free are enough for a few buckets.
+        # torch_npu and HCCL leave so few streams free that only a few buckets fit.
         device={"emulator": {"strict": False, "streams": 54}},
         kv={"block_size": 16, "num_blocks": 800},
     )
     versions, buckets = [1], []
 
     with serving(config) as service:
-        # Each phase has another number of requests, and lasts until the plan fits this number.
+        # Each phase has another number of simultaneous requests, and lasts until the plan fits this
+        # number.
         for phase, (size, fitting) in enumerate(PHASES):
             wave = 0
             deadline_s = time.monotonic() + PHASE_S

@@ -1,4 +1,4 @@
-"""The recorded tokens are those that transformers generates."""
+"""The recorded tokens equal those that transformers generates now."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tests.checkpoints import ARCHITECTURES
 from tests.parity.recorded import PARTS, generate, recorded_tokens
 
 
-# transformers composes linear attention of many small operators, which takes minutes.
+# transformers computes linear attention with many small operators, which takes minutes.
 @pytest.mark.timeout(1200)
 @pytest.mark.slow
-@pytest.mark.rare  # The tokens change only with the version of transformers.
+@pytest.mark.rare  # changes only with transformers' version
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("part", PARTS)
 def test_recorded_tokens_are_those_of_transformers(npu: Any, part: str, architecture: str) -> None:

@@ -1,4 +1,4 @@
-"""With sharded caches, each rank stores a part of a context, so contexts can be longer."""
+"""With sharded caches, each rank stores only a part of a context, so contexts can be longer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def make_config(reference: Reference, shards: int, num_blocks: int) -> Config:
 
 @pytest.mark.slow
 def test_a_context_that_fits_into_no_rank_is_served_by_shards(reference: Reference) -> None:
-    """The context has 424 tokens. The cache of one rank has 11 * 16 slots; four ranks have 704."""
+    """The context has 424 tokens. One rank's cache has 11 * 16 = 176 slots; the caches of four
+    ranks have 704.
+    """
     one_rank = lockstep(make_config(reference, 1, NUM_BLOCKS))
     with (
         pytest.raises(ConfigError, match="12 KV blocks of 16 tokens hold requests of 177"),

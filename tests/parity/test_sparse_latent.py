@@ -1,8 +1,8 @@
-"""Sparse latent attention: DeepSeek V3.2 and GLM-5 answer with the tokens of transformers.
+"""Sparse latent attention: DeepSeek V3.2 and GLM-5 answer with the same tokens as transformers.
 
-transformers runs one pass over prompt and answer; each token of the answer must be the most
-probable token of this pass. The indexer chooses 24 keys, so most queries attend to only some of
-their keys.
+transformers runs one pass over the prompt and the answer. In this pass, each token of the answer
+must be the most probable one at its position. The indexer chooses 24 keys, so most queries attend
+only to some of their keys.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ SHARED = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "shared", 
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint, the model of transformers that was saved in it, and prompts."""
+    """A checkpoint, the model of transformers from which it was saved, and prompts."""
 
     directory: Path
     model: Any
     prompts: list[list[int]]
 
     def best_tokens(self, prompt: list[int], answer: list[int]) -> list[int]:
-        """Return the most probable token at each position of an answer."""
+        """Return the token that transformers finds most probable at each position of an answer."""
         best: list[int] = logprobs(self.model, prompt, answer).argmax(-1).tolist()
         return best
 
@@ -58,7 +58,9 @@ class Model:
 
 @pytest.fixture(scope="module")
 def models(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
-    """Return a function that makes a model for an architecture and settings, only once."""
+    """Return a function from an architecture and settings to a model. It makes each model only
+    once.
+    """
     known: dict[str, Model] = {}
 
     def model(architecture: str, **settings: Any) -> Model:
@@ -74,7 +76,7 @@ def models(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 
 
 def config_of(model: Model, **options: Any) -> Config:
-    """Return a deployment with few graphs, because capturing graphs of pieces takes long."""
+    """Return a configuration with few graphs. The capture of piecewise graphs takes long."""
     graph = {"max_tokens": 40, **options.pop("graph", {})}
     kv = {"block_size": 16, "num_blocks": 80}
     return make_deployment_config(model.directory, **{"kv": kv, "graph": graph, **options})
@@ -147,7 +149,7 @@ def test_a_cached_prefix_has_its_index_keys(models: Any) -> None:
         answers = group.generate(prompts, greedy_params(NUM_TOKENS))
         num_cached = group.scheduler.num_cached_tokens
 
-    assert num_cached >= len(prompts) * 288  # the 18 blocks that all prompts share
+    assert num_cached >= len(prompts) * 288  # all prompts share 18 blocks of 16 tokens
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.tokens == model.best_tokens(prompt, answer.tokens)
 
@@ -205,7 +207,8 @@ def test_a_choice_of_all_keys_is_latent_attention(models: Any, tmp_path: Path) -
 
 def test_replayed_steps_equal_eager_steps_bit_by_bit(models: Any) -> None:
     model = models(V32)
-    # All prompts fit into one step, so each later step has as many tokens as the graph.
+    # All prompts fit into one step, so each later step has as many tokens as its graph, and no
+    # padding.
     prompts = model.prompts[2:6]
     found = {}
     for mode in ("NONE", "FULL_DECODE_ONLY"):
@@ -227,7 +230,8 @@ def test_replayed_steps_equal_eager_steps_bit_by_bit(models: Any) -> None:
 def test_a_strict_device_takes_every_call(
     models: Any, architecture: str, dtype: str, mode: str, drafts: int
 ) -> None:
-    # index_topk is so large that the indexer chooses all keys; rounded scores would choose others.
+    # index_topk is so large that the indexer chooses all keys. Otherwise, rounded scores could
+    # choose other keys.
     model = models(architecture, index_topk=512)
     config = config_of(
         model,
@@ -248,10 +252,11 @@ def test_a_strict_device_takes_every_call(
 def test_latents_in_int8_change_probabilities_little(
     models: Any, architecture: str, dtype: str, mode: str
 ) -> None:
-    """Prompts are computed in chunks, behind cached prefixes, with drafts, on a strict device.
+    """Prompts are computed in chunks and after cached prefixes, with drafts, on a strict device.
 
-    A latent differs by half a scale at most, which is 1/254 of the largest of 128 latents. The
-    probabilities may differ by three times as much as those of transformers in bfloat16.
+    Rounding to int8 changes a latent by at most half a scale, which is 1/254 of the largest of 128
+    latents. The allowed difference of probabilities is three times that of transformers in
+    bfloat16.
     """
     model = models(architecture, index_topk=512, **(SHARED if architecture == GLM else {}))
     config = config_of(
@@ -294,7 +299,8 @@ def test_repeated_steps_preemptions_and_cached_prefixes_change_no_token(
         graph={"mode": mode, "max_tokens": 104},
         speculative={"num_tokens": drafts},
         scheduler={"max_num_batched_tokens": 100},
-        # On each data-parallel rank, the requests share 12 blocks, and grow to 15 further blocks.
+        # On each data-parallel rank, the requests share 12 blocks, and together grow to 15 more
+        # blocks.
         kv={"block_size": 16, "num_blocks": 22 // parallel.get("dcp", 1)},
     )
 
@@ -331,14 +337,14 @@ def parallel_of(sizes: tuple[int, int, int, int]) -> dict[str, int]:
 def test_ranks_that_share_contexts_give_the_same_tokens(
     models: Any, architecture: str, sizes: Any, drafts: int, mode: str
 ) -> None:
-    # GLM has layers without an indexer, which use an earlier choice.
+    # GLM has layers without an indexer, which use the keys that an earlier layer has chosen.
     model = models(architecture, **(SHARED if architecture == GLM else {}))
     config = config_of(
         model,
         parallel=parallel_of(sizes),
         graph={"mode": mode},
         speculative={"num_tokens": drafts},
-        scheduler={"max_num_batched_tokens": 150},  # prompts are cut at different positions
+        scheduler={"max_num_batched_tokens": 150},  # so that prompts are cut at different positions
     )
 
     with lockstep(config) as group:
@@ -372,7 +378,7 @@ def test_shared_contexts_have_cached_prefixes(models: Any, sizes: Any) -> None:
 @pytest.mark.slow
 def test_preempted_requests_with_shards_give_the_same_tokens(models: Any) -> None:
     model = models(V32)
-    # 15 blocks of 32 tokens: the longest request needs ten of them.
+    # 15 usable blocks, each of 32 tokens over both ranks. The longest request needs ten of them.
     config = config_of(model, parallel={"tp": 2, "dcp": 2}, kv={"block_size": 16, "num_blocks": 16})
 
     with lockstep(config) as group:

@@ -1,6 +1,7 @@
 """In each tested parallel layout, models with experts give the same tokens as transformers.
 
-Not every combination is tried, but each pair of values of two axes occurs in some layout.
+Layouts differ along several axes. Not every combination is tried, but each pair of values of two
+axes occurs in some layout.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from tests.slow import spread
 
 
 class Layout(NamedTuple):
-    """A deployment's ranks, exchange, graph mode, number of drafts, and copies of its 8 experts."""
+    """A deployment: its ranks, exchange, graph mode, number of drafts, and the number of copies of
+    its 8 experts.
+    """
 
     architecture: str
     tp: int
@@ -53,9 +56,9 @@ LAYOUTS = [
     Layout(V3, 2, 1, 2, "all_gather", DECODE, 1, 2),
     Layout(V2, 1, 6, 6, "all_gather", EAGER, 0, 4),
 ]
-# Two independent groups, which serve as one deployment.
+# Two independent groups that serve together as one deployment.
 INDEPENDENT = Layout(V3, 1, 2, 1, "auto", BOTH, 2)
-# These layouts run in 16 bits, because the documents of MC2's operators allow no other types.
+# These layouts use types of 16 bits, because the documents of MC2's operators allow no other types.
 MC2_LAYOUTS = [
     Layout(V3, 1, 2, 2, "mc2", DECODE, 1),
     Layout(V3, 2, 2, 4, "mc2", BOTH, 2),
@@ -66,7 +69,9 @@ MC2_LAYOUTS = [
 
 
 def sizes(layout: Layout) -> dict[str, Any]:
-    """Return the graph sizes of a layout's mode; the sizes of decode batches count drafts."""
+    """Return the graph sizes for the layout's graph mode. The size of a decode batch counts its
+    drafts, too.
+    """
     decode = {"sizes": tuple(count * (layout.drafts + 1) for count in (1, 4, 12))}
     return {EAGER: {}, DECODE: decode, BOTH: {**decode, "mixed_sizes": (16, 64)}}[layout.mode]
 
@@ -88,7 +93,7 @@ def make_config(reference: Reference, layout: Layout, dtype: str) -> Config:
 
 
 def answers_of(reference: Reference, layout: Layout, dtype: str) -> list[list[int]]:
-    """Return the greedy answers of the group of all ranks."""
+    """Return the greedy answers of one group of all ranks."""
     with lockstep(make_config(reference, layout, dtype)) as group:
         answers = group.generate(reference.prompts, greedy_params(NUM_TOKENS))
         buckets = group.report()["buckets"]
@@ -127,8 +132,8 @@ def test_independent_groups_give_the_tokens_of_transformers(references: Any) -> 
         report = service.report()
 
     assert [answer.tokens for answer in answers] == reference.tokens
-    # On a busy machine, it is possible that one group answers all requests before the client is
-    # connected to the other group.
+    # On a busy machine, one group may answer all requests before the client has connected to the
+    # other group.
     groups = [report, *report["groups"]]
     assert sum(bucket["replays"] for group in groups for bucket in group["buckets"]) > 0
 

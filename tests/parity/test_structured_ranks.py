@@ -1,4 +1,4 @@
-"""Rows with grammars get the same tokens on several ranks as on one rank, even if steps run
+"""Requests with grammars get the same tokens on several ranks as on one rank, even if steps are run
 again.
 """
 

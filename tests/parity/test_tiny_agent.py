@@ -1,4 +1,4 @@
-"""The demo model for tools calls a tool, and generates the same tokens as with transformers."""
+"""The demo model for tools calls a tool, and generates the same tokens as in transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HISTORY = [
 
 
 def test_a_call_has_the_tokens_of_transformers(npu: Any) -> None:
-    from transformers import Qwen3ForCausalLM  # imports torch_npu, which needs the emulator
+    from transformers import Qwen3ForCausalLM  # this imports torch_npu, which needs the emulator
 
     tokenizer = Tokenizer(AGENT)
     prompt = tokenizer.encode_chat([QUESTION], ChatOptions(tools=[TOOL]), max_tokens=2048)

@@ -1,4 +1,6 @@
-"""The child process of a probe whose device is fake: the emulator, but with other answers."""
+"""The child process of a probe of a fake device. The fake device is the emulator with some
+artificial answers.
+"""
 
 import os
 import signal
@@ -6,7 +8,7 @@ import time
 
 from dist_aclgraph.probe import child
 
-# The artificial answers, by question. STREAMS is set in the configuration.
+# The artificial answer to each question. STREAMS is also set in the emulator's configuration.
 STREAMS = 512
 PLANTED = {
     "facts.streams": f"{STREAMS - 2} streams",  # opening a device uses two streams
@@ -18,7 +20,7 @@ PLANTED = {
     "operators.int32_wraps": "does not wrap",
     "memory.nan_behind_last_key": "does not reach the result",
     "rules.attention.dim_272": "accepted",
-    "graphs.update_us": None,  # the answer is a time, which the tests do not check
+    "graphs.update_us": None,  # its answer is a time, which the tests do not check
     "graphs.query_inside": "accepted, graph valid",
     "collectives.all_gather": "rank 0: equal; rank 1: different",
 }
@@ -62,7 +64,7 @@ def plant() -> None:
         return (a.cpu().long() * b.cpu().long()).clamp(limits.min, limits.max).int().npu()
 
     packet = torch.ops.npu.npu_fused_infer_attention_score
-    launch = packet.out  # captured and updated calls become slow; calls of version 2 stay fast
+    launch = packet.out  # captured calls that are updated become slow; calls of version 2 stay fast
 
     def slow_launch(**arguments):
         time.sleep(0.005)

@@ -1,4 +1,6 @@
-"""The child process answers one question: with a value, with a number, or with an error's name."""
+"""The child process of a probe answers one question: with a value, with a number, or with the name
+of an error.
+"""
 
 import pytest
 import torch

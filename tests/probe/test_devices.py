@@ -1,4 +1,4 @@
-"""Probes of the emulator, and of a fake device: the emulator with artificial answers."""
+"""Probes of the emulator, and of a fake device, which is the emulator with artificial answers."""
 
 import json
 
@@ -18,7 +18,7 @@ from tests.probe.pretended import PLANTED, STREAMS
 
 
 def probe(probes, main=child.main, **emulated):
-    """Return the report of the emulator with these settings."""
+    """Return the report of a probe of the emulator."""
     emulator.build()
     device = DeviceConfig(kind="emulated", emulator=EmulatorConfig(**emulated))
     report = Report("0", "emulated", "full")
@@ -27,13 +27,14 @@ def probe(probes, main=child.main, **emulated):
     return report
 
 
-# Questions that share calls with planted answers. Their answers must not change.
+# Questions that use the same calls as questions with artificial answers. Their answers must stay
+# those of the emulator.
 NEAR_PLANTED = {"graphs.update_us_v2", "graphs.update_at_once_us"}
 
 
 def asked():
-    """Return the quick questions, the questions with artificial answers, and ``NEAR_PLANTED``. The
-    profile "full" has all questions.
+    """Return the questions that the test asks: the quick ones, those with artificial answers, and
+    ``NEAR_PLANTED``; in the profile "full", all questions.
     """
     names = {probe.name for probe in probes_of("quick")} | set(PLANTED) | NEAR_PLANTED
     return [p for p in PROBES if laws.is_full() or p.name in names]

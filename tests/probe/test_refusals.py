@@ -1,4 +1,6 @@
-"""Each refusal of the emulator has questions to a device, or a reason why there is no question."""
+"""For each rule by which the emulator refuses calls, there are questions to a device, or a reason
+why there is none.
+"""
 
 import re
 
@@ -20,7 +22,9 @@ ENTRIES = known_refusals()
 
 
 def expects_a_refusal(probe):
-    """Return whether the emulator refuses the question's call with some chip or CANN."""
+    """Return whether the emulator refuses the question's call for at least one chip or release of
+    CANN.
+    """
     if isinstance(probe.says, ByCann):
         answers = [probe.expected(c, v) for c in ("Ascend910B1", "Ascend910_9391") for v in "89"]
     else:
@@ -48,7 +52,9 @@ def test_each_question_about_a_refusal_belongs_to_a_text():
 
 
 def can_begin_with(text, part):
-    """Return whether the text can begin with the part, if each ``*`` is one word or number."""
+    """Return whether ``text`` can begin with ``part``, where each ``*`` stands for one word or
+    number.
+    """
     if not part or not text:
         return not part
     if text[0] == part[0] and can_begin_with(text[1:], part[1:]):
@@ -59,7 +65,9 @@ def can_begin_with(text, part):
 
 @pytest.mark.parametrize("probe", [p for p in PROBES if p.rule], ids=lambda probe: probe.name)
 def test_a_rule_is_a_part_of_a_text_of_its_question(probe):
-    """If it were no part, ``admit`` would have no effect for a device without the rule."""
+    """``admit`` switches off the rules whose text contains a part. Without such a part, the rule
+    could not be switched off.
+    """
     texts = {text for e in ENTRIES if probe.name in e.questions for text in e.texts}
 
     assert any(can_begin_with(t[i:], probe.rule) for t in texts for i in range(len(t))), texts

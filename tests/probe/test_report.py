@@ -1,4 +1,6 @@
-"""A report is stored as a file, shown as a page, and converted to rules for the emulator."""
+"""The report of a probe is stored as a file, shown as a page, and converted to rules for the
+emulator.
+"""
 
 import re
 import tomllib
@@ -24,7 +26,9 @@ ROOT = Path(dist_aclgraph.__file__).parent
 
 
 def make_report(**outcomes):
-    """Return a report of questions with the given outcomes; in names, "__" stands for a dot."""
+    """Return a report of questions with the given outcomes. In the arguments' names, "__" stands
+    for a dot.
+    """
     by_name = {probe.name: probe for probe in PROBES}
     report = Report("1.0", "npu", "full", chip="Ascend910B3", cann="9.1.0")
     for name, outcome in outcomes.items():

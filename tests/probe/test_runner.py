@@ -1,4 +1,6 @@
-"""Each question has a separate process, which can answer, hang or die. A user can stop a run."""
+"""Each question of a probe has its own process, which can answer, hang or die. A user can stop the
+probe.
+"""
 
 import multiprocessing
 import os
@@ -19,7 +21,7 @@ from tests.actors.leftovers import is_alive, wait_until
 
 
 def answering(task, parent):
-    """Act as the child process: answer "yes", or do what the question's name says."""
+    """Act as a question's child process: answer "yes", or do what the name of the question says."""
     os.setsid()
     name = task.name
     task.output.write_text("a line of a library")
@@ -64,15 +66,17 @@ def no_emulator(monkeypatch):
 
 
 def make_probe(name, says="yes", **options):
-    """Make a question. Only questions that hang have a short time limit, because a busy machine
-    answers late.
+    """Make a question. Only a question that hangs has a short time limit, because others can be
+    answered late on a busy machine.
     """
     limit_s = 1.0 if name in ("hang", "half", "fork") else 60.0
     return Probe(name, f"{name}?", lambda bench: "", says, limit_s=limit_s, **options)
 
 
 def run(*probes, report=None, rules=None):
-    """Return the report, and which question was running each time the report was saved."""
+    """Run a probe. Return the report, and, for each time at which it was saved, the question that
+    was running.
+    """
     report = report or Report("0", "emulated", "quick")
     saved = []
     runner = Runner(

@@ -1,4 +1,4 @@
-"""Compares the queries of Grafana boards and alert rules with the samples of /metrics."""
+"""Compares the queries in Grafana boards and alert rules with the samples that /metrics shows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ GRAFANA = Path(__file__).parents[2] / "cluster" / "grafana"
 
 
 BOARDS = ("dashboard.json", "operators.json")
-# Labels of Prometheus's metrics and of npu-exporter's metrics. prometheus.yml adds the label "node"
-# to npu-exporter's metrics.
+# Labels of metrics that other programs make: Prometheus and npu-exporter. prometheus.yml adds the
+# label "node" to those of npu-exporter.
 OTHERS = {
     "up": {"job", "instance"},
     "npu_chip_info_health_status": {"id", "node"},
@@ -36,7 +36,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def labels_of(text: str) -> dict[str, set[str]]:
-    """Return the label names of each sample in a /metrics response, by the sample's name."""
+    """Return, for the name of each sample in a /metrics response, its label names."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -45,7 +45,7 @@ def labels_of(text: str) -> dict[str, set[str]]:
 
 
 def unknown_in_alerts(known: dict[str, set[str]]) -> list[str]:
-    """Return each metric and label that an alert rule uses and that does not exist.
+    """Return the metrics and labels that alert rules use, but that do not exist.
 
     Args:
         known: see ``labels_of``.
@@ -64,10 +64,10 @@ def unknown_in_alerts(known: dict[str, set[str]]) -> list[str]:
 
 
 def unknown(name: str, known: dict[str, set[str]]) -> list[str]:
-    """Return each metric and label that a board uses and that does not exist.
+    """Return the metrics and labels that a board uses, but that do not exist.
 
     Args:
-        name: file of the board.
+        name: name of the board's file.
         known: see ``labels_of``.
     """
     missing = []
@@ -91,18 +91,18 @@ def unknown(name: str, known: dict[str, set[str]]) -> list[str]:
 
 
 def queried_variables(name: str) -> Iterator[tuple[str, str]]:
-    """Yield metric and label of each variable of the board that uses ``label_values``."""
+    """For each of the board's variables that uses ``label_values``, yield its metric and label."""
     for variable in board(name)["templating"]["list"]:
         if variable["type"] == "query":
             yield re.findall(r"label_values\((\w+), (\w+)\)", variable["definition"])[0]
 
 
 def labels_after(expression: Any, known: dict[str, set[str]]) -> set[str]:
-    """Return the labels of an expression's result.
+    """Return the labels that the result of an expression has.
 
     Raises:
-        KeyError: the expression uses a metric or label that does not exist; the message contains
-            the name.
+        KeyError: the expression uses a metric or label that does not exist. The message contains
+            its name.
     """
     match type(expression).__name__:
         case "VectorSelector":

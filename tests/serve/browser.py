@@ -1,4 +1,4 @@
-"""Shows the status page in Debian's chromium, which playwright controls."""
+"""Shows the status page in a chromium browser, which playwright controls."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.serve.scrape import Path
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SHOWN_MS = 60_000
-NOTHING = "\u2013"  # shown in place of a missing sample
+NOTHING = "\u2013"  # the page shows this in place of a missing sample
 
-# Computes the contrast of every visible text and its background, as WCAG 2 defines contrast.
+# Computes, for every visible text, the contrast to its background by the definition of WCAG 2.
 FAINT_TEXTS = """() => {
   const parse = (color) => color.match(/[\\d.]+/g).map(Number);
   const luminance = (rgb) => {
@@ -67,7 +67,7 @@ def open_browser() -> Iterator[Any]:
 
 
 class StatusPage:
-    """Opens the page in a new tab, and records the tab's requests, errors and warnings."""
+    """Opens the status page in a new tab, and records the tab's requests, errors and warnings."""
 
     def __init__(self, browser: Any, url: str, **context: Any) -> None:
         self._context = browser.new_context(**context)
@@ -84,27 +84,31 @@ class StatusPage:
             self.complaints.append(message.text)
 
     def wait_for_numbers(self, polls: int = 1) -> None:
-        """Wait until the page has polled ``polls`` more times, and has shown the numbers."""
+        """Wait until the page has polled ``polls`` more times, and shows the new numbers."""
         shown = int(self.tab.evaluate("document.body.dataset.shown || 0"))
         self.wait_for(f"Number(document.body.dataset.shown || 0) >= {shown + polls}")
 
     def wait_for(self, expression: str) -> None:
-        """Wait until an expression is true; the page's CSP forbids playwright's own function."""
+        """Wait until a JavaScript expression is true. The page's CSP forbids playwright's own
+        function for this.
+        """
         deadline_s = time.monotonic() + SHOWN_MS / 1000
         while not self.tab.evaluate(expression):
             assert time.monotonic() < deadline_s, expression
             self.tab.wait_for_timeout(50)
 
     def samples(self) -> dict[Path, tuple[str, str]]:
-        """Return (unit, text) of every number on the page; the key is its sample in /metrics."""
+        """Return, for each number on the page, its unit and its text. The key is the number's
+        sample in /metrics.
+        """
         return {tuple(path): (unit, text) for path, unit, text in self.tab.evaluate(SAMPLES)}
 
     def faint_texts(self) -> dict[str, Any]:
-        """Return the number of visible texts, and the texts with too little contrast."""
+        """Return the number of all visible texts, and those texts that have too little contrast."""
         return dict(json.loads(json.dumps(self.tab.evaluate(FAINT_TEXTS))))
 
     def overflow_px(self) -> int:
-        """Return how many pixels the page is wider than the window."""
+        """Return the number of pixels by which the page is wider than the window."""
         root = "document.documentElement"
         return int(self.tab.evaluate(f"{root}.scrollWidth - {root}.clientWidth"))
 
@@ -113,11 +117,13 @@ class StatusPage:
 
 
 def value_of(unit: str, text: str) -> float:
-    """Return the number in a text, in the unit of /metrics."""
+    """Return the number that a text of the page shows, converted from ``unit`` to the unit of
+    /metrics.
+    """
     number = float(text.split(" ")[0].replace(",", ""))
     return number * {"count": 1, "percent": 0.01, "mebibytes": 1 << 20}[unit]
 
 
 def rounding_of(unit: str) -> float:
-    """Return the largest rounding error of a text in this unit, in the unit of /metrics."""
+    """Return the largest rounding error of texts in ``unit``, in the unit of /metrics."""
     return {"count": 1e-9, "percent": 0.00051, "mebibytes": 0.051 * (1 << 20)}[unit]

@@ -36,14 +36,15 @@ class Service:
     openai: openai.OpenAI
 
     def answer(self, text: str) -> None:
-        """Let every request generate this text and then the end token."""
+        """Make every request generate ``text`` and then the end token."""
         ids = [*self.state.tokenizer.encode(text), self.state.tokenizer.eos_ids[0]]
         self.engine.reply = lambda submit: ids
 
 
-WAIT_S = 180.0  # a time limit that tests never reach on an idle machine
-# Time limit of silence in services whose engines become silent. The limit is longer than a second,
-# because the thread of a fake engine can get no CPU time for a second on a busy machine.
+WAIT_S = 180.0  # seconds; tests never reach this limit on an idle machine
+# Seconds after which an engine counts as silent, in tests in which engines fall silent. It is more
+# than a second, because on a busy machine the thread of a fake engine may get no CPU time for a
+# second.
 SILENT_S = 2.0
 
 
@@ -57,7 +58,7 @@ def until(condition, timeout_s: float = WAIT_S) -> None:
 def open_port(state: ApiState, access: Access | None = None) -> tuple[str, HttpServer]:
     """Serve the API; return its address and the server."""
     listener = listen("127.0.0.1", 0)
-    # The server needs a link to a holder of connections; here no connection is held.
+    # The server needs a link to a process that holds connections. This fake link holds none.
     server = HttpServer(state.config.serve, listener, link=HolderLink())
     server.start(make_api(state, access))
     return f"http://127.0.0.1:{listener.getsockname()[1]}", server
@@ -120,20 +121,20 @@ def shared_tooled(tmp_path_factory):
 
 @pytest.fixture
 def service(shared_service):
-    """Return the shared service, with its engine in the initial state."""
+    """Return the shared service. Reset its engine to the initial state."""
     return as_new(shared_service)
 
 
 @pytest.fixture
 def tooled(shared_tooled):
-    """Return the shared service with tools and reasoning, with its engine in the initial state."""
+    """Return the shared service with tools and reasoning. Reset its engine to the initial state."""
     return as_new(shared_tooled)
 
 
 def as_new(service: Service) -> Service:
     engine = service.engine
     until(lambda: engine.num_running == 0)
-    until(lambda: service.state.slots.taken == 0)  # slots are released after the answer
+    until(lambda: service.state.slots.taken == 0)  # the service releases slots after the answer
     engine.reply, engine.fail_after, engine.step_s = echo, None, 0.002
     engine.submitted.clear()
     engine.aborted.clear()

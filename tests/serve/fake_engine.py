@@ -1,4 +1,4 @@
-"""FakeEngine uses the engine's protocol over ZeroMQ, and generates tokens by a fixed rule."""
+"""FakeEngine speaks the engine's protocol over ZeroMQ, and generates tokens by a fixed rule."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ METRICS: dict[str, Any] = {
 
 
 def echo(submit: Submit) -> list[int]:
-    """Return the prompt's tokens, repeated until there are ``max_tokens`` tokens."""
+    """Return ``max_tokens`` tokens: those of the prompt, repeated."""
     ids = [int(i) for i in unpack_ints(submit.prompt)]
     return (ids * (submit.max_tokens // max(1, len(ids)) + 1))[: submit.max_tokens]
 
@@ -107,35 +107,37 @@ class _Running:
 
 
 class FakeEngine:
-    """Runs a step every ``step_s`` seconds, in which each request gets a token.
+    """Runs a step every ``step_s`` seconds. In each step, each request gets one token.
 
     Attributes:
-        reply: returns the output of a request; it is cut at ``max_tokens`` and after the first stop
-            token.
-        frames: all received frames, unchanged.
-        submitted, aborted: the received requests and aborts, in order.
-        prefill_s: duration of each prefill, as the engine reports it.
-        fail_after: the number of tokens after which requests fail, and the kind of the error.
-        reports_late: whether requests with prompt log-probabilities wait until all other requests
-            have ended.
-        skipped: number of messages that will be lost, beginning with the next message.
-        token_limit: the engine generates no more tokens when ``metrics`` has this number of
-            generated tokens; heartbeats continue.
-        metrics: the answer to queries for metrics; the engine adds generated tokens to these
-            metrics.
-        groups: the list of groups that is sent to clients.
-        others_tokens: number of waiting tokens of other clients, which the engine reports to a
-            client.
+        reply: function that returns the output of a request. The engine cuts this output at
+            ``max_tokens`` and after the first stop token.
+        frames: all frames that were received, as bytes.
+        submitted, aborted: the requests and the aborts that were received, in order.
+        prefill_s: the duration in seconds that the engine reports for each prefill.
+        fail_after: the number of tokens after which a request fails, and the kind of its error.
+        reports_late: whether requests with prompt log-probabilities must wait until all other
+            requests have ended.
+        skipped: number of messages that the engine does not send, beginning with the next message.
+        token_limit: the number of generated tokens in ``metrics`` at which the engine stops to
+            generate. It still answers heartbeats.
+        metrics: the answer to queries for metrics. The engine counts the tokens that it generates
+            here.
+        groups: the list of groups that the engine sends to clients.
+        others_tokens: the number that the engine reports to each client for the waiting tokens of
+            all other clients.
         last_beat: the last heartbeat that any client has sent.
-        embedding: returns the hidden state of a prompt, for requests that ask for it.
-        share: returns the probability of the first of two allowed tokens after a prompt; None if
-            requests do not allow two tokens.
-        answers_queries: whether queries are answered; heartbeats are always sent.
-        refusal: if not empty, this refusal is sent to all clients, and their links end.
-        poison: id of a request that ends the engine when it runs; the engine then serves again.
-        poison_after: the number of tokens that the poison gets before it ends the engine.
-        num_deaths: number of times that the request ``poison`` has ended the engine.
-        is_proving: whether the engine sends a token at once for each probe. A probe is a request
+        embedding: function that returns the hidden state of a prompt, for requests of embeddings.
+        share: for requests that allow only two tokens, function from the prompt to the probability
+            of the first of these tokens; None if there are no such requests.
+        answers_queries: whether the engine answers queries; it always sends heartbeats.
+        refusal: if not empty, the engine sends this reason of a refusal to all clients, and their
+            links end.
+        poison: id of a request that makes the engine die when it runs. Afterwards, the engine
+            serves again.
+        poison_after: the number of tokens that the request ``poison`` gets before the engine dies.
+        num_deaths: the number of times that the engine has died of the request ``poison``.
+        is_proving: whether the engine at once sends a token for each probe. A probe is a request
             with which a client tests the engine.
     """
 
@@ -171,7 +173,7 @@ class FakeEngine:
         self._told: GroupList | None = None
         self.others_tokens = 0
         self.last_beat = Beat()
-        self._numbers: dict[bytes, int] = {}  # serial number of the last ``Deltas``, by client
+        self._numbers: dict[bytes, int] = {}  # by client: number of its last ``Deltas``
         self._names: dict[bytes, str] = {}
         self._running: dict[str, _Running] = {}
         self._context = zmq.Context()
@@ -186,7 +188,9 @@ class FakeEngine:
 
     @property
     def requests(self) -> list[Submit]:
-        """The received requests, in order, except probes with which clients test the engine."""
+        """The requests that were received, in order, except probes, with which clients test the
+        engine.
+        """
         return [each for each in self.submitted if not each.request_id.startswith("probe-")]
 
     @property
@@ -194,7 +198,7 @@ class FakeEngine:
         return len(self._running)
 
     def num_sent(self, request_id: str) -> int:
-        """Return how many tokens a running request has got from this engine."""
+        """Return the number of tokens that a running request has got from this engine."""
         running = self._running.get(request_id)
         return 0 if running is None else running.sent
 
@@ -203,7 +207,7 @@ class FakeEngine:
         return self._stopping.is_set()
 
     def close(self) -> None:
-        """End the engine. Clients notice this at once, like the death of a process."""
+        """End the engine. Clients notice this at once, as they notice the death of a process."""
         if self.is_closed:
             return
         self._stopping.set()
@@ -347,7 +351,9 @@ class FakeEngine:
 def _shared(
     submit: Submit, share: Callable[[list[int]], float]
 ) -> tuple[list[int], tuple[float, ...]]:
-    """Return the tokens and log-probabilities that are reported if two tokens are allowed."""
+    """Return the tokens and log-probabilities that the engine reports for a request that allows
+    only two tokens.
+    """
     assert submit.sampling.structure is not None
     first, second = map(int, re.findall(r"<\[(\d+)\]>", submit.sampling.structure.grammar))
     found = share(unpack_ints(submit.prompt).tolist())
@@ -358,9 +364,9 @@ def _shared(
 
 
 def _prompt_logprobs(submit: Submit) -> tuple[PromptLogprobs, ...]:
-    """Return a prompt's log-probabilities in two parts.
+    """Return the log-probabilities of a prompt, divided into two parts.
 
-    Token i has the log-probability -i; the most probable tokens have -0.5.
+    Prompt token i has the log-probability -i. The most probable token at each position has -0.5.
     """
     ids, num_best = unpack_ints(submit.prompt), submit.sampling.prompt_logprobs
     if num_best < 0:

@@ -1,4 +1,4 @@
-"""A service whose ingress tests kill, and the answers that its clients read."""
+"""A service for tests that kill its ingress, and the answers that its clients read."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from tests.serve.fake_engine import FakeEngine
 
 INGRESS = "serve:ingress"
 WAIT_S = 180.0
-MANY_BYTES = 64 << 20  # more than the kernel buffers for a connection
+MANY_BYTES = 64 << 20  # more bytes than the kernel buffers for a connection
 BY_CHANCE = re.compile(rb'"(id|item_id|created|created_at)":("[^"]*"|[0-9]+),')
 HEADERS = "Host: x\r\nContent-Type: application/json\r\n"
 
 
 def by_position(submit: Submit) -> list[int]:
-    """Return tokens that depend only on their positions."""
+    """Return output tokens that depend only on their positions."""
     first = len(submit.prompt) // INT_BYTES
     return [60 + (first + i) * 7919 % 97 for i in range(submit.max_tokens)]
 
 
 @dataclass
 class Answer:
-    """The bodies that a client has received over one connection."""
+    """The bodies of all responses that a client has received over one connection."""
 
     error: str = ""
     bodies: list[bytes] = field(default_factory=list)
 
     def read(self, stream: BinaryIO) -> None:
-        """Read one response; its headers determine the length."""
+        """Read one response. Its headers tell the length of its body."""
         status = stream.readline()
         assert status.startswith(b"HTTP/1.1 200"), status
         headers = {}
@@ -62,14 +62,14 @@ class Answer:
                 body += stream.read(size)
                 assert stream.read(2) == b"\r\n"
             assert stream.read(2) == b"\r\n"
-        # Frames of different choices have no fixed order.
+        # Frames of different choices have no fixed order, so they are compared choice by choice.
         frames = BY_CHANCE.sub(b"", body).split(b"\n\n")
         self.bodies.append(b"\n".join(sorted(frames, key=_choice_of)))
 
 
 def _choice_of(frame: bytes) -> bytes:
     found = re.search(rb'"choices":\[\{"index":([0-9]+)', frame)
-    return found[1] if found else b"~"  # frames without a choice are last
+    return found[1] if found else b"~"  # frames that belong to no choice are last
 
 
 def num_descriptors_of(pid: int) -> int:
@@ -86,7 +86,9 @@ class Service:
         return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
 
     def ask(self, request: bytes, count: int = 1) -> Answer:
-        """Send the same request ``count`` times, one after the other, over one connection."""
+        """Send the same request ``count`` times over one connection, each after the response to the
+        previous one.
+        """
         answer = Answer()
         try:
             with self.connect() as client, client.makefile("rb") as stream:
@@ -111,26 +113,26 @@ class Service:
         return answers
 
     def ingress(self, other_than: int = 0) -> int:
-        """Return the process that serves HTTP; 0 while there is none."""
+        """Return the process id of the ingress, which serves HTTP; 0 while there is no ingress."""
         children = processes.children(self.process.pid)
         found = [p for p in children if processes.name_of(p) == INGRESS and p != other_than]
         return found[0] if found else 0
 
     def kill(self) -> None:
-        """Kill the ingress, and wait for the next ingress."""
+        """Kill the ingress, and wait until the next one runs."""
         until(lambda: self.ingress() > 0, WAIT_S)
         pid = self.ingress()
         os.kill(pid, signal.SIGKILL)
         until(lambda: self.ingress(other_than=pid) > 0, WAIT_S)
 
     def wait_for_tokens(self, count: int) -> None:
-        """Wait until the engine has made ``count`` more tokens."""
+        """Wait until the engine has generated ``count`` more tokens."""
         wanted = self.engine.metrics["generation_tokens"] + count
         until(lambda: self.engine.metrics["generation_tokens"] >= wanted, WAIT_S)
 
     @contextmanager
     def stopped_after(self, count: int) -> Iterator[None]:
-        """Stop the engine after ``count`` more tokens; it continues when the context ends."""
+        """Stop the engine after ``count`` more tokens. It goes on when the context ends."""
         self.engine.token_limit = self.engine.metrics["generation_tokens"] + count
         try:
             until(
@@ -142,7 +144,9 @@ class Service:
 
     @contextmanager
     def killed_after(self, *counts: int) -> Iterator[None]:
-        """Within this context, for each count: wait for so many tokens, then kill the ingress."""
+        """Within this context, for each of the given counts: wait for that many tokens, and then
+        kill the ingress.
+        """
 
         def strike() -> None:
             for count in counts:
@@ -155,7 +159,7 @@ class Service:
         striking.join()
 
     def wait_until_read(self, client: socket.socket) -> None:
-        """Wait until the ingress has read all bytes that were sent on this connection."""
+        """Wait until the ingress has read all bytes that ``client`` has sent."""
         host, port = client.getsockname()
         address = socket.inet_aton(host)[::-1].hex().upper()
 
@@ -173,7 +177,9 @@ class Service:
         return num_descriptors_of(self.process.pid)
 
     def num_descriptors_at_rest(self) -> int:
-        """Wait until the supervisor's number of descriptors no longer changes; return it."""
+        """Wait until the number of the supervisor's open descriptors no longer changes; return this
+        number.
+        """
         found = [self.num_descriptors]
 
         def is_at_rest() -> bool:
@@ -194,7 +200,7 @@ def serving(
     Args:
         limit, trap, overrides: see ``kept_service.py``.
     """
-    # On a busy machine, a test may need a long time between two requests on one connection.
+    # On a busy machine, a long time may pass between two requests on one connection.
     keys = {"serve.keep_alive_s": 2 * WAIT_S, **overrides}
     engine = FakeEngine(by_position, step_s=0.01)
     command = [sys.executable, "-m", "tests.serve.kept_service", engine.address.file.url]
@@ -225,7 +231,7 @@ def status_of(service: Service) -> int:
 
 
 def status_on(client: socket.socket) -> int:
-    """Read one short response; return its status."""
+    """Read one short response; return its status code."""
     text = b""
     while not text.endswith(b"}"):
         more = client.recv(1 << 16)

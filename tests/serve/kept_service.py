@@ -1,4 +1,6 @@
-"""Runs a supervisor and an ingress, and prints the port. The engine is in another process."""
+"""Runs a supervisor and an ingress, and prints the service's port. The engine runs in another
+process.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
     """Run the service.
 
     Args:
-        limit: path of a file that contains the maximum context length; without this file, the
-            ingress serves nothing.
+        limit: path of a file that contains the maximum context length. Without this file, the
+            ingress does not serve.
         trap: path of a file. If this file exists when an ingress has read bytes, the ingress
             removes the file and dies.
         overrides: dotted keys of the configuration with their values, as JSON.

@@ -7,7 +7,9 @@ from pathlib import Path
 
 
 def write_keys(path: Path, text: str) -> Path:
-    """Replace a keys file atomically; only this user may read the new file. Return its path."""
+    """Replace the file of API keys at ``path`` atomically; return its path. Only this user may read
+    the new file.
+    """
     new = path.with_name(f"{path.name}.new")
     new.touch(0o600)
     new.write_text(text)

@@ -1,7 +1,7 @@
-"""Sends requests of many clients: ``python -m tests.serve.many_clients PORT COUNT STATUS REQUEST``.
+"""Sends requests as many clients: ``python -m tests.serve.many_clients PORT COUNT STATUS REQUEST``.
 
-This program runs in a separate process and uses plain sockets, to use little CPU time. It prints
-the seconds from each request to the beginning of its response.
+This program uses plain sockets, so that it needs little CPU time. It prints, for each request, the
+seconds until its response began.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ WAIT_S = 180.0
 
 
 def ask_all(port: int, count: int, status: int, request: bytes) -> list[float]:
-    """Return how many seconds each of ``count`` connected clients waits for a response."""
+    """Connect ``count`` clients, and send a request of each; return the seconds that each waits for
+    its response.
+    """
     command = [sys.executable, "-m", __name__, str(port), str(count), str(status), request.hex()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * WAIT_S)
     assert done.returncode == 0, done.stderr
@@ -48,7 +50,9 @@ def _ask(port: int, count: int, status: int, request: bytes) -> None:
 
 
 def _wait_until_served(client: socket.socket, request: bytes) -> None:
-    """Send a request on the last connection; its response shows that all others were accepted."""
+    """Send a request on the connection that was opened last. Its response shows that the service
+    has accepted all connections.
+    """
     client.settimeout(WAIT_S)
     client.sendall(request)
     assert client.recv(1 << 16)

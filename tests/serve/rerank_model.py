@@ -1,4 +1,4 @@
-"""Writes the demo model with a vocabulary that has tokens for a reranker's two answers."""
+"""Writes the demo model with two more tokens in its vocabulary: the two answers of a reranker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the samples of /metrics, by name and by the values of labels."""
+"""Reads the samples of /metrics. The key of a sample is its name and the values of its labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Path = tuple[str, ...]
 
 
 def scrape(service: Any, **asked: Any) -> dict[Path, float]:
-    """Return all samples except creation times. Names of histogram buckets contain ``/le=``.
+    """Return all samples except times of creation. Keys of histogram buckets contain ``/le=``.
 
     Args:
         service: an object whose ``http`` is a client of the service.
@@ -30,15 +30,16 @@ def scrape(service: Any, **asked: Any) -> dict[Path, float]:
                 name = f"{name}/le={labels.pop('le', '')}"
             elif name.endswith("_created"):
                 continue
-            # The label "engine" comes first, "rank" second, and other labels by name.
+            # The label "engine" comes first, "rank" second, and the other labels follow in the
+            # order of their names.
             ordered = sorted(labels, key=lambda k: (k != "engine", k != "rank", k))
             found[name.removesuffix("_total"), *(labels[k] for k in ordered)] = sample.value
     return found
 
 
 def leaves(tree: Mapping[str, Any], path: Path = ()) -> dict[Path, float]:
-    """Return the numbers of the status page's JSON object. A number that is also in /metrics has
-    the same key here as in the result of ``scrape``.
+    """Return the numbers in the status page's JSON object. A number that is also in /metrics has
+    the same key as in the result of ``scrape``.
     """
     found: dict[Path, float] = {}
     for key, value in tree.items():

@@ -1,4 +1,6 @@
-"""Requests are admitted or refused because of their API key, their Host, or their page's site."""
+"""The service admits or refuses requests by their API key, their header Host, and the site of the
+page that sends them.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,7 @@ def test_a_page_of_this_site_may_ask(service):
 def test_a_foreign_name_that_points_to_loopback_is_refused():
     access = read_access(ServeConfig(allowed_hosts=("mine.local",)), checks_host=True)
 
-    upstream = b"dist_aclgraph"  # by default, nginx sends this name of the upstream server
+    upstream = b"dist_aclgraph"  # by default, nginx sends its name for the upstream server as Host
     for host in (b"localhost:8000", b"127.0.0.1", b"[::1]:8000", b"MINE.local:80", upstream):
         access.authorize("GET", "/v1/models", {b"host": host})
     for host in (b"evil.example", b"localhost.evil.example:8000"):

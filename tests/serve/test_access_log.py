@@ -19,7 +19,7 @@ BODY = {"model": "tiny-qwen3", "prompt": "a b c", "max_tokens": 5}
 
 
 class Lines(logging.Handler):
-    """Collects the fields of the lines that are written to the access log."""
+    """Collects the lines that are written to the access log, as fields."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Lines(logging.Handler):
         self.found.append(getattr(record, FIELDS))
 
     def the_one(self, path: str = "/v1/completions") -> dict[str, Any]:
-        """Wait for the line of a path; there must be only one."""
+        """Wait for the line of ``path``; return it. There must be only one such line."""
         until(lambda: any(line["path"] == path for line in self.found))
         (line,) = [line for line in self.found if line["path"] == path]
         return line
@@ -107,7 +107,7 @@ def test_a_client_that_disconnects_is_named(
 ) -> None:
     body = BODY | {"max_tokens": 2000, "stream": stream}
     url = f"{logging_service.url}/v1/completions"
-    # The client leaves after the first bytes of a stream, or after it has waited for an answer.
+    # The client disconnects after the first bytes of a stream, or while it waits for an answer.
     with suppress(httpx.ReadTimeout), httpx.stream("POST", url, json=body, timeout=0.3) as answer:
         next(answer.iter_bytes())
 

@@ -1,6 +1,7 @@
-"""The requests of two coding agents are served, with a fake engine.
+"""A service with a fake engine answers the requests of two coding agents.
 
-``bodies/`` has one request of each agent. The fields are the agent's; the texts are ours.
+``bodies/`` has one request of each agent. The fields are those that the agent sends; the texts were
+written for this test.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LAST = {"codex": "response.completed", "claude_code": "message_stop"}
 
 
 def ask(service, agent: str) -> list[dict]:
-    """Send the agent's request; return the events of the response."""
+    """Send the request of ``agent``; return the events of the response."""
     body = (BODIES / f"{agent}.json").read_bytes()
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "x", "OpenAI-Beta": "y"}
     reply = service.http.post(PATHS[agent], content=body, headers=headers)
@@ -74,7 +75,7 @@ def test_the_prompt_has_instructions_tools_calls_and_results(tooled, agent):
     prompt = tooled.state.tokenizer.decode(ids, skip_special_tokens=False)
     assert prompt.count("Use the tools to look before you answer.") == 1
     assert "billing" not in prompt
-    assert prompt.count("<tool_call>") == 3  # two in calls, one in the instructions
+    assert prompt.count("<tool_call>") == 3  # two calls, and one in the instructions
     for text in (*RESULTS[agent], "What is in this folder?", "I list the files."):
         assert prompt.count(text) == 1, text
     assert prompt.count("<|im_start|>assistant") == 2

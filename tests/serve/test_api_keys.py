@@ -1,4 +1,4 @@
-"""Tests of the keys file: its lines, changes while the service runs, and the limits of each key."""
+"""The file of API keys: its lines, changes while the service runs, and the limits of each key."""
 
 from __future__ import annotations
 
@@ -151,7 +151,9 @@ def test_a_repaired_mode_is_noticed(tmp_path):
 
 
 def test_a_copy_for_another_machine_reads_the_file_too(tmp_path):
-    """Ray Serve pickles the keys for its replicas. A replica's machine can have another clock."""
+    """Ray Serve sends a pickled copy of the keys to its replicas. A replica's machine can have
+    another clock.
+    """
     path = write_keys(tmp_path / "keys", FIRST)
     copy = pickle.loads(pickle.dumps(opened(path)))
     write_keys(path, SECOND)

@@ -48,7 +48,7 @@ def test_a_wrong_argument_is_the_error_that_serve_shows(key, value):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["/nowhere/at/all", str(CONFIG.parent)])
 def test_serve_run_ends_with_one_sentence_about_a_wrong_model(model):
-    """The error about the model must come before the connection to Ray, which would fail here."""
+    """The model must be checked before the connection to Ray, which would fail here."""
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "dist_aclgraph:app"]
 
     found = subprocess.run(
@@ -64,7 +64,7 @@ def test_serve_run_ends_with_one_sentence_about_a_wrong_model(model):
 
 
 def test_serve_status_has_the_sentence_alone():
-    """Ray Serve shows only the text of Ray Serve's errors, but tracebacks of all other errors."""
+    """Ray Serve shows only the text of its own errors. For other errors, it shows tracebacks."""
     with pytest.raises(RayServeException) as raised:
         app(AppArgs.model_validate({"config": str(CONFIG), "model": "/nowhere"}))
 
@@ -79,13 +79,15 @@ def test_the_application_is_named_after_its_ingress():
 
 
 def test_groups_of_another_version_wait_for_the_npus_of_those_that_drain():
-    """Ray Serve first waits for the previous version's streams, and then ends its groups."""
+    """Ray Serve first waits for the streams of the previous version, and then ends the groups of
+    that version.
+    """
     config = load_config(CONFIG, {"serve.drain_s": 500.0})
     started = []
     GroupsReplica.func_or_class.__init__(Mock(), config, started.append)
 
     [found] = started
-    # An ingress ends within this time; the groups end after the ingress.
+    # An ingress ends within these seconds, and the groups end after the ingress.
     ends_s = config.serve.drain_s + config.timeouts.stop_s
     assert found.timeouts.place_s >= config.timeouts.place_s + 2 * ends_s
     assert found.timeouts.join_s == config.timeouts.join_s

@@ -40,7 +40,7 @@ NEEDED = {
 
 @pytest.fixture(scope="module")
 def known(shared_service):
-    # A counter with a label for the reason or status exists only after it has counted an event.
+    # A counter with a label for a reason or a status is shown only after it has counted an event.
     shared_service.http.get("/no-such-path")
     shared_service.state.metrics.restarts_left({"controller": 6, "owner": 6})
     shared_service.openai.completions.create(model="tiny-qwen3", prompt="abc", max_tokens=4)

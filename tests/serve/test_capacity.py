@@ -1,4 +1,4 @@
-"""A service of two groups continues, and reports the loss, if one group is lost."""
+"""If one of a service's two groups is lost, the service continues and reports the loss."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_draining_group_is_counted_and_gets_nothing(service, other):
 
 
 def test_slots_follow_the_number_of_groups(service, other):
-    """The configuration has one group; scaling has added the other group."""
+    """The configuration has one group. Scaling has added the other one."""
     # A group has scheduler.max_waiting + scheduler.max_num_seqs slots.
     slots, of_a_group = service.state.slots, 1024 + 16
     slots.acquire(2 * of_a_group - 1)
@@ -94,14 +94,17 @@ def test_slots_follow_the_number_of_groups(service, other):
 
     service.engine.silent = True
     until(lambda: len(service.state.client.capacity().lost) == 2)
-    # Requests wait for a group, so the service keeps the slots of the one configured group.
+    # Requests wait for a group, so the service keeps as many slots as the configured number of
+    # groups (one) has.
     assert slots.is_full
     slots.release(1)
     assert not slots.is_full
 
 
 def test_a_group_that_drains_keeps_its_slots(service, other):
-    """The draining group's requests still use slots, so the group's slots must still be counted."""
+    """Requests of a draining group still use slots, so the service must still count the slots of
+    this group.
+    """
     entries = (
         GroupEntry("0", service.engine.address, 100, 16),
         GroupEntry("1", other.address, 100, 16, is_draining=True),
@@ -132,7 +135,7 @@ def test_metrics_count_what_each_group_was_sent(service, other):
 
 
 def samples(service: Service, name: str) -> dict[str, float]:
-    """Return a metric's values by its labels, except the labels that every metric has."""
+    """Return the values of a metric. The key is its labels without those that every metric has."""
     found = {}
     for line in service.http.get("/metrics").text.splitlines():
         if line.startswith(f"dist_aclgraph_{name}{{"):

@@ -133,7 +133,7 @@ def test_streamed_logprobs_cover_every_token(service):
 
 
 def drawn_seeds(config: Config, state: ApiState, replica: int = 0) -> list[int]:
-    """Return the seeds that a new ingress draws for requests without a seed."""
+    """Return seeds that a new ingress draws for requests without a seed."""
     new = ApiState(config, state.tokenizer, state.client, replica=replica)
     return [new.open_journal({}).chance.seed for _ in range(5)]
 
@@ -283,7 +283,7 @@ def test_a_bug_in_mid_stream_is_an_error_frame_that_gives_nothing_away(own_servi
 
     def breaking(ids, **options):
         decoded.append(ids)
-        if len(decoded) > 2:  # the first two calls decode the prompt's end and one token
+        if len(decoded) > 2:  # the first two calls decode the end of the prompt, and one token
             raise ZeroDivisionError("secret")
         return whole(ids, **options)
 
@@ -301,7 +301,7 @@ def test_a_bug_in_mid_stream_is_an_error_frame_that_gives_nothing_away(own_servi
 
 
 def test_a_client_that_leaves_before_the_first_frame_frees_the_engine(service):
-    """The server cancels the response before the server has sent the first frame."""
+    """The server cancels the response before it has sent the first frame."""
     service.engine.reply = lambda submit: [70] * submit.max_tokens
     body = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 1000}
     messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
@@ -400,7 +400,7 @@ def test_template_variables_of_a_request_reach_the_template(own_service):
     assert prompt_of(**more) == "False,3,d,low" + chat + "|go"
     assert prompt_of(add_generation_prompt=False) == "False,3,," + chat
     assert prompt_of(continue_final_message=True) == "False,3,," + chat.removesuffix(":")
-    last = {**messages[-1], "prefix": True}  # as in the APIs of DeepSeek and Mistral
+    last = {**messages[-1], "prefix": True}  # a field of the APIs of DeepSeek and Mistral
     continued = "False,3,," + chat.removesuffix(":")
     assert prompt_of(messages=[*messages[:-1], last]) == continued
     count = {"model": MODEL, "messages": [*messages[:-1], last], **own}

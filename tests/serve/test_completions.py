@@ -17,7 +17,7 @@ HI = [{"role": "user", "content": "Hi"}]
 
 
 def data_of(stream: str) -> list[str]:
-    """Return the data of a stream's frames, without [DONE]."""
+    """Return the data of all frames of a stream, except [DONE]."""
     return [line.removeprefix("data: ") for line in stream.split("\n\n")[:-2]]
 
 
@@ -120,7 +120,7 @@ def test_an_echoed_prompt_has_log_probabilities(service, prompt, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_offsets_point_at_tokens_of_text_that_is_sent_late(service, stream):
-    service.answer("abcde")  # sent late, because this text could begin a stop string
+    service.answer("abcde")  # sent late: the text could begin a stop string
     body = {"model": MODEL, "prompt": "x", "logprobs": 0, "stop": ["abcdX", "cdeX"]}
 
     reply = service.openai.completions.create(**body, stream=stream)

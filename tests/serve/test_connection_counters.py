@@ -1,4 +1,4 @@
-"""The kernel counts the bytes that a connection has sent and read."""
+"""The counters of the kernel tell how many bytes a connection has sent and read."""
 
 from __future__ import annotations
 

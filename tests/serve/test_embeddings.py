@@ -1,4 +1,4 @@
-"""Tests of POST /v1/embeddings with a fake engine."""
+"""POST /v1/embeddings, with a fake engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def state_of(ids: list[int], size: int) -> list[float]:
 
 
 def expected(embedder, ids: list[int], dimensions: int | None = None) -> np.ndarray:
-    """Return the first ``dimensions`` elements of the state, normalized to length 1."""
+    """Return the first ``dimensions`` elements of the prompt's hidden state, normalized to length
+    1.
+    """
     state = np.array(state_of(ids, embedder.state.task.hidden_size), np.float32)[:dimensions]
     return state / np.linalg.norm(state.astype(np.float64))
 
@@ -51,7 +53,7 @@ def test_every_form_of_input_has_its_embedding_in_order(embedder, given, count, 
     assert [each.index for each in reply.data] == list(range(count))
     for each, ids in zip(reply.data, prompts, strict=True):
         value = each.embedding
-        if isinstance(value, str):  # the client decodes base64 only if the format was not requested
+        if isinstance(value, str):  # the client decodes base64 only if no format was requested
             value = np.frombuffer(base64.b64decode(value), "<f4")
         assert np.asarray(value) == pytest.approx(expected(embedder, ids), abs=1e-6)
     num_tokens = sum(map(len, prompts))

@@ -35,7 +35,7 @@ def client(engine):
 
 
 def collect(deltas: queue.Queue[RequestDelta]) -> tuple[list[int], RequestDelta]:
-    """Return all token ids of one request, and its last delta."""
+    """Collect the deltas of one request; return all its token ids, and its last delta."""
     ids: list[int] = []
     while True:
         delta = deltas.get(timeout=WAIT_S)
@@ -86,7 +86,9 @@ def other():
 
 
 def until_all_have_answered(client: EngineClient) -> None:
-    """Wait until all groups have answered, because requests go only to such groups."""
+    """Wait until all groups have answered the client. Requests go only to groups that have
+    answered.
+    """
     until(lambda: all(engine.link.is_welcome for engine in client._known()))
 
 
@@ -149,7 +151,7 @@ def test_an_engine_that_is_added_takes_requests(engine, client, other):
     until_all_have_answered(client)
     client.submit("new", [2], LONG, (), lambda delta: None)
     until(lambda: len(other.submitted) == 1)
-    # The new engine also sends a list of groups, but this list is older and changes nothing.
+    # The new engine also sends a list of groups. This list is older, so it changes nothing.
     other.groups = GroupList(0, ())
     until(lambda: other.last_beat.groups_version == 1)
     assert client.capacity().total == 2
@@ -164,7 +166,7 @@ def test_an_engine_that_drains_keeps_its_requests_and_gets_no_others(both, engin
 
     engine.groups = other.groups = list_groups(1, engine, other, draining="0")
 
-    # The client confirms the list after its earlier requests, on the same link. So the engine now
+    # On the same link, the client confirms the list after its earlier requests. So the engine now
     # has these requests.
     until(lambda: engine.last_beat.groups_version == 1)
     assert both.capacity().by_state() == {"serving": 1, "draining": 1, "lost": 0}
@@ -219,7 +221,7 @@ def test_a_dead_engine_gets_nothing_and_capacity_says_what_is_left(both, engine,
 def test_requests_go_to_engines_that_have_answered_while_there_are_any(engine, tmp_path):
     nobody = Address(NODE, Endpoint(f"ipc://{tmp_path}/nobody"))
     client = EngineClient([nobody, engine.address], TOKEN, node_id=NODE, link_s=30.0)
-    until(lambda: len(engine.frames) > 1)  # a hello, and after its answer a heartbeat
+    until(lambda: len(engine.frames) > 1)  # a hello, and, after the answer to it, a heartbeat
 
     for i in range(4):
         client.submit(str(i), [i], LONG, (), lambda delta: None)
@@ -311,7 +313,7 @@ def test_requests_fail_if_the_client_cannot_connect_again(both, engine, other, m
     def refuse(*_):
         raise OSError("Too many open files")
 
-    monkeypatch.setattr(Endpoint, "connect", refuse)  # called when a new link is opened
+    monkeypatch.setattr(Endpoint, "connect", refuse)  # called when a client opens a new link
     engine.silent = True
 
     errors = [collect(deltas)[1].error for deltas in answers]

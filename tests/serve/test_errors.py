@@ -1,4 +1,4 @@
-"""Every malformed request gets a 4xx in OpenAI's form, and does not reach the engine."""
+"""Every malformed request gets an error 4xx in OpenAI's form, and does not reach the engine."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ BAD_TEXT = [
     {"logprobs": True},
     {"best_of": 2},
     {"best_of": 3, "n": 2},
-    {"suffix": "x"},  # the demo model's tokenizer has no markers for gaps
+    {"suffix": "x"},  # the demo model's tokenizer has no markers for a suffix
     {"max_tokens": 0},
     {"n": 17},
 ]

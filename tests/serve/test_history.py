@@ -1,4 +1,4 @@
-"""The history has rates, quantiles and loads for each period of the last ten minutes."""
+"""The history contains rates, quantiles and loads for each period of the last ten minutes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_rate_is_the_growth_over_all_groups_divided_by_the_time_between_sample
 
     assert report["series"]["generation_tokens_per_s"] == [100.0]
     assert report["series"]["running"] == [4.0]
-    assert report["series"]["kv_cache_usage"] == [0.5]  # the largest usage of any engine
+    assert report["series"]["kv_cache_usage"] == [0.5]  # the largest usage among all engines
     assert report["ages_s"] == [0.0]
 
 
@@ -142,7 +142,7 @@ def test_ten_minutes_are_kept_and_no_more():
 
 
 class Client:
-    """A client that is closed after ``num_looks`` samples of the history."""
+    """A client of engines. It is closed after ``num_looks`` samples of the history."""
 
     def __init__(self, num_looks: int) -> None:
         self.num_left = num_looks

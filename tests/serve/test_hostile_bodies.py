@@ -1,4 +1,4 @@
-"""Each hostile body gets a 4xx, and the event loop is not blocked for long."""
+"""Each hostile body gets an error 4xx, and does not block the event loop for long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESPONSES = "/v1/responses"
 
 
 def filled(head: bytes, item: bytes, tail: bytes) -> bytes:
-    """Return a body of nearly the maximum size, with as many items as possible."""
+    """Return a body of nearly the maximum size. It contains ``item`` as often as possible."""
     room = LARGEST - len(head) - len(tail)
     items = (item + b",") * (room // (len(item) + 1))
     return head + items[:-1] + tail
@@ -82,7 +82,7 @@ BODIES = {
 
 @contextlib.contextmanager
 def watched(loop: asyncio.AbstractEventLoop):
-    """Yield a list; for each turn of the event loop, the turn's CPU seconds are appended to it."""
+    """Yield a list. Each turn of the event loop appends the CPU seconds that it has taken."""
     turns: list[float] = []
 
     async def tick() -> None:
@@ -101,7 +101,7 @@ def watched(loop: asyncio.AbstractEventLoop):
 
 
 def scan_s(body: bytes) -> float:
-    """Return the CPU seconds in which a body is scanned without building objects."""
+    """Return the CPU seconds of a scan of a body that builds no objects."""
     found = []
     for _ in range(5):
         before = time.process_time()
@@ -115,14 +115,14 @@ def test_a_hostile_body_is_refused_while_the_event_loop_turns(service, name):
     path, body = BODIES[name]
 
     longest = []
-    for _ in range(3):  # the best of three counts, because other threads' CPU time is included
+    for _ in range(3):  # the best of three counts: each includes the CPU time of other threads
         with watched(service.loop) as turns:
             reply = service.http.post(path, content=body)
         assert_error(reply)
         longest.append(max(turns))
 
     assert service.engine.submitted == []
-    # Decoding a body of objects would take 1,500 times as long as its scan.
+    # To decode a body of objects would take 1,500 times as long as to scan it.
     assert min(longest) < 12 * scan_s(BODIES["objects"][1])
 
 

@@ -19,7 +19,7 @@ STREAM = b'{"model":"tiny-qwen3","messages":[{"role":"user","content":"x"}],"str
 
 
 def ask(service, request: bytes) -> bytes:
-    """Return everything that the server sends until it closes the connection."""
+    """Send ``request``; return everything that the server sends until it closes the connection."""
     with socket.create_connection(("127.0.0.1", service.http.base_url.port), timeout=30) as client:
         client.sendall(request)
         return b"".join(iter(lambda: client.recv(65536), b""))
@@ -53,7 +53,7 @@ def test_a_client_of_http_1_0_needs_no_host(service):
 def test_a_service_at_a_unix_socket(service, tmp_path):
     config = ServeConfig(uds=str(tmp_path / "api"))
     service.answer("a")
-    listen_at(config).close()  # the socket's file stays, as after a service was killed
+    listen_at(config).close()  # leaves the socket's file, like a service that was killed
     listener = listen_at(config)
     server = HttpServer(service.state.config.serve, listener, link=HolderLink())
     server.start(make_api(service.state, read_access(config, checks_host=True)))

@@ -1,4 +1,6 @@
-"""A completion with a suffix is the middle of a text, if the tokenizer has markers for it."""
+"""A completion with a suffix fills the gap between prompt and suffix, if the tokenizer has markers
+for the gap.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.serve.test_errors import assert_error
 
 MODEL = CONFIG.parents[1] / "models" / "tiny-qwen3"
 TEXT = "/v1/completions"
-# The prompt for "ab" before the gap and "cd" after it, as the model cards give it.
+# For each tokenizer: the prompt for "ab" before the gap and "cd" after the gap, as the model card
+# gives it.
 PROMPTS = (
     "<|fim_prefix|>ab<|fim_suffix|>cd<|fim_middle|>",
     "<fim_prefix>ab<fim_suffix>cd<fim_middle>",
@@ -92,10 +95,11 @@ def test_a_text_that_contains_a_marker_is_refused(tmp_path, field):
         ({}, "its tokenizer has markers such as <|fim_prefix|>"),
         ({"prompt": [1, 2]}, "prompt must be one text"),
         ({"prompt": []}, "prompt must be one text"),
-        # Each prompt would contain the suffix, so a small body could make many long prompts.
+        # Each of several prompts would contain the suffix, so a small body could make many long
+        # prompts.
         ({"prompt": ["ab", "ef"]}, "prompt must be one text"),
         ({"echo": True}, "cannot be combined with echo"),
-        # The markers at the beginning would be cut off.
+        # The truncation would cut off the markers at the beginning.
         ({"truncate_prompt_tokens": 3}, "cannot be combined with truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": -1}, "cannot be combined with truncate_prompt_tokens"),
         ({"prompt": "", "suffix": ""}, "prompt must not be empty"),

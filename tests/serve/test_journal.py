@@ -1,4 +1,4 @@
-"""Tests of the journal of a connection."""
+"""The journal of a connection."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def new_memory() -> Iterator[tuple[JournalMemory, int]]:
 
 
 def state_of(descriptor: int) -> Any:
-    """Return the journal as another process sees it; None if the journal is void."""
+    """Return the journal's state as another process reads it; None if the journal is void."""
     try:
         memory = JournalMemory(descriptor)
     except ValueError:
@@ -67,7 +67,9 @@ def state_of(descriptor: int) -> Any:
 
 
 class DyingWords:
-    """The memory words of a journal; the writing process dies after ``num_stores`` stores."""
+    """The words in the memory of a journal. After ``num_stores`` stores, the process that writes
+    them dies.
+    """
 
     def __init__(self, words: Any, num_stores: int) -> None:
         self._words, self._num_stores = words, num_stores

@@ -1,4 +1,4 @@
-"""Tests of the records of connections, and of the process that holds the connections."""
+"""The records of connections, and the process that holds the connections."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ CHANCE = Chance("abc", 1700000000, 5)
 
 @pytest.fixture(scope="module", autouse=True)
 def ignoring() -> Iterator[None]:
-    """Ignore the signal that tells a holder about new messages."""
+    """Ignore the signal by which a holder of connections learns of new messages."""
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGIO, before)
 
 
 class Connection:
-    """A connection, the record of the process that answers, and the holder of the connection."""
+    """A connection, its record in the process that answers, and the process that holds the
+    connection.
+    """
 
     def __init__(self, dies: type[BaseException] | None = None) -> None:
-        """Make a connection that is held.
+        """Make a connection that a holder holds.
 
         Args:
             dies: the error with which the process dies while it holds the connection.
@@ -57,7 +59,9 @@ class Connection:
         self.holder.take_in()
 
     def read(self, data: bytes, *, is_noted: bool = True) -> None:
-        """Let the process read bytes of the client; if ``is_noted``, it also notes their number."""
+        """Let the process read the client's bytes ``data``. If ``is_noted``, it also notes their
+        number in the record.
+        """
         self.client.sendall(data)
         self.server.recv_into(self.record.read_buffer(), len(data), socket.MSG_WAITALL)
         if is_noted:
@@ -67,7 +71,7 @@ class Connection:
         self.server.sendall(self.record.take_unsent(data))
 
     def die(self) -> ConnectionRecord:
-        """Let the process die; return the record that the next process takes over."""
+        """Let the process die; return the connection's record in the next process."""
         self._end.close()
         self._end = self.holder.open()
         link = self.holder.become_link(self._end)
@@ -96,7 +100,7 @@ def connection() -> Iterator[Connection]:
     num_losses=st.integers(1, MAX_LOSSES - 1),
 )
 def test_all_that_was_read_is_known(parts: list[bytes], is_noted: bool, num_losses: int) -> None:
-    """The next process gets all bytes, even if the last part was not noted before the death."""
+    """The next process gets all bytes, even if the process died before it noted the last part."""
     connection, others = Connection(), Connection()
     for i, part in enumerate(parts):
         connection.read(part, is_noted=is_noted or i < len(parts) - 1)
@@ -239,7 +243,7 @@ def descriptors() -> int:
 def test_a_holder_has_all_connections_that_have_begun_and_not_ended(
     turns: list[str], data: st.DataObject
 ) -> None:
-    """If the journal of a connection is void when its process ends, the connection is closed."""
+    """If a connection's journal is void when its process ends, the holder closes the connection."""
     before = descriptors()
     holder = ConnectionHolder()
     end = holder.open()
@@ -273,7 +277,7 @@ def test_a_holder_has_all_connections_that_have_begun_and_not_ended(
     holder.close()
     for journal in journals.values():
         close(*journal)
-    # The comparison is <=, because objects of earlier tests can be closed meanwhile.
+    # The comparison is <=, because descriptors of earlier tests can be closed meanwhile.
     assert descriptors() <= before
 
 
@@ -305,7 +309,7 @@ def test_a_link_that_is_full_holds_nothing_and_says_later_what_has_ended() -> No
 
 
 class Killed(BaseException):
-    """Ends the work of a process at this place."""
+    """Raised in place of a kill, so that the work of the process ends at this place."""
 
 
 def be_killed(*_: object) -> Never:
@@ -315,7 +319,9 @@ def be_killed(*_: object) -> Never:
 def test_a_process_may_die_after_the_supervisor_has_got_a_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next process continues the connection, although nobody has read its counters yet."""
+    """The next process continues the connection, although the kernel's counters of it were never
+    read.
+    """
     with monkeypatch.context() as patch:
         patch.setattr("dist_aclgraph.serve.resume.record.read_counters", be_killed)
         connection = Connection(dies=Killed)
@@ -327,7 +333,7 @@ def test_a_process_may_die_after_the_supervisor_has_got_a_connection(
 
 
 class HoldsNone(HolderLink):
-    """A link that counts the connections that it should hold."""
+    """A link to no holder. It counts the connections that it is told to hold."""
 
     count = 0
 
@@ -348,7 +354,9 @@ def is_accepted_at(port: int, descriptor: int) -> bool:
 
 
 def test_a_connection_is_held_as_soon_as_it_is_accepted() -> None:
-    """If the process is killed before the connection is held, the connection ends, too."""
+    """If the process is killed before a holder has the connection, the connection ends with the
+    process.
+    """
     link, listener = HoldsNone(socket.socketpair()[0]), listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     server = HttpServer(ServeConfig(), listener, link=link)
@@ -356,14 +364,14 @@ def test_a_connection_is_held_as_soon_as_it_is_accepted() -> None:
     not_held = []
 
     def look() -> None:
-        """Count connections that are accepted but not held, between all callbacks of the loop."""
+        """Between all callbacks of the loop, count the accepted connections that are not held."""
         accepted = sum(is_accepted_at(port, int(name)) for name in os.listdir("/dev/fd"))
         not_held.append(accepted - link.count)
         if link.count == 0:
             server.loop.call_soon(look)
 
     server.loop.call_soon_threadsafe(look)
-    until(lambda: bool(not_held))  # a busy machine could start the loop after the connection
+    until(lambda: bool(not_held))  # on a busy machine, the loop may start later than the connection
     with socket.create_connection(("127.0.0.1", port)):
         until(lambda: link.count > 0 and not_held[-1] <= 0)
     server.stop()
@@ -374,7 +382,7 @@ def test_a_connection_is_held_as_soon_as_it_is_accepted() -> None:
 def test_an_accepted_connection_is_first_of_all_sent_to_the_supervisor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The memory of its journal is made before the connection is accepted."""
+    """The memory of a connection's journal is made before the connection is accepted."""
     order: list[str] = []
 
     def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """If the process that sends answers is killed, answers continue over the same connections.
 
-Every body has the same bytes as without kills.
+Every body has the same bytes as if no process had been killed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_nothing_is_kept_of_what_has_ended(service: Service) -> None:
     service.ask_all(list(KINDS.values()), count=1)
     with service.connect() as client:  # this client disconnects before its answer is complete
         client.sendall(KINDS["chat"])
-        service.wait_until_read(client)  # the supervisor got the connection before this moment
+        service.wait_until_read(client)  # the supervisor has got the connection before this moment
 
     until(lambda: service.num_descriptors <= before, WAIT_S)
 
@@ -131,8 +131,8 @@ def test_of_two_requests_at_once_on_one_connection_none_waits_for_ever(
 ) -> None:
     """If the process dies during the first answer, both answers arrive.
 
-    If the process dies during the second answer, the connection ends, because this answer has no
-    journal.
+    If the process dies during the second answer, the connection ends, because the second answer has
+    no journal.
     """
     [plain] = service.ask_all([KINDS["chat"]])
     answer = Answer()
@@ -155,7 +155,7 @@ def test_of_two_requests_at_once_on_one_connection_none_waits_for_ever(
 
 
 def stop(pid: int) -> None:
-    """Stop a process; wait until all threads of the process have stopped."""
+    """Stop a process with a signal; wait until all its threads have stopped."""
 
     def has_stopped() -> bool:
         found = (task / "stat" for task in Path(f"/proc/{pid}/task").iterdir())
@@ -167,8 +167,8 @@ def stop(pid: int) -> None:
 
 @pytest.mark.slow
 def test_a_request_is_answered_wherever_the_ingress_dies_while_it_comes(service: Service) -> None:
-    """When the ingress dies, the request is unread, half read, or not yet accepted; or an earlier
-    request used the same connection.
+    """When the ingress dies, it has not accepted the connection, or not read the request, or read
+    half of it. Or the connection has already had an earlier request.
     """
     request = KINDS["chat"]
     half = len(request) // 2
@@ -207,7 +207,7 @@ def test_bytes_that_were_read_but_not_recorded_are_not_lost(
 ) -> None:
     """The ingress dies after it has read the first or the last part of a request.
 
-    The first part arrives directly after a response.
+    The first part of the request arrives directly after a response.
     """
     trap = tmp_path / "trap"
     request = KINDS["chat"]
@@ -324,7 +324,7 @@ def test_requests_wait_in_the_kernel_until_an_ingress_can_read_them(tmp_path: Pa
 
 
 def test_of_an_answer_that_is_not_written_down_nothing_comes_twice(service: Service) -> None:
-    """A response that has begun without a journal ends when its process ends."""
+    """A response that has begun without a journal cannot continue, so it ends with its process."""
     get = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
     pid = service.ingress()
     with ExitStack() as stack:
@@ -377,7 +377,7 @@ def test_a_client_that_leaves_while_nobody_answers_is_not_kept(service: Service)
 def test_of_a_thousand_clients_that_vanish_nothing_is_held(service: Service) -> None:
     """Clients disconnect before or during their answers, most of them with a TCP reset."""
     until(lambda: service.engine.num_running == 0, WAIT_S)
-    assert service.ask(KINDS["chat"]).error == ""  # at the first connection, libuv opens a file
+    assert service.ask(KINDS["chat"]).error == ""  # libuv opens a file at the first connection
     pids = service.process.pid, service.ingress()
     before = [service.num_descriptors_at_rest(), num_descriptors_of(pids[1])]
     random_ = random.Random(5)
@@ -399,7 +399,9 @@ def test_of_a_thousand_clients_that_vanish_nothing_is_held(service: Service) -> 
 def test_of_a_request_that_is_refused_in_the_end_nothing_comes_to_the_next(
     tmp_path: Path,
 ) -> None:
-    """The next process allows a shorter context than the previous process."""
+    """The next process refuses the request, because it allows a shorter context than the previous
+    process.
+    """
     limit = tmp_path / "limit"
     limit.write_text("1024")
     with (
@@ -470,7 +472,7 @@ def test_a_request_at_which_processes_die_in_a_row_is_given_up() -> None:
         asking.start()
         submitted = service.engine.submitted
 
-        # A death counts only if the process has the request.
+        # A death counts as one of the request only if the process has the request.
         for num_before in range(MAX_LOSSES):
             until(lambda num=num_before: len(submitted) > num, WAIT_S)
             service.kill()

@@ -1,4 +1,6 @@
-"""A router lets one service compute a prompt, and another service continue it, as with vLLM."""
+"""A router lets one service compute a prompt, and another service generate the answer, as with
+vLLM.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ MODEL = "tiny-qwen3"
 
 @pytest.fixture(scope="module")
 def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Yield a service that keeps copies of KV; the fake engine writes no files."""
+    """Yield a service that is configured to keep copies of KV. Its fake engine writes no files."""
     folder = str(tmp_path_factory.mktemp("files"))
     with serving(kv={"host_gib": 0.01, "host_path": folder}) as service:
         yield service
@@ -53,7 +55,7 @@ def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Yield a service that shares a secret with others, and whose group sends files."""
+    """Yield a service that shares a secret with other services. Its group sends files to them."""
     folder = tmp_path_factory.mktemp("shared")
     key = folder / "key"
     key.touch(mode=0o600)

@@ -48,7 +48,7 @@ def head(path: str, length: int, *more: str) -> bytes:
 
 
 def rest(client: socket.socket) -> bytes:
-    """Return all bytes until the server closes or resets the connection."""
+    """Return all bytes that arrive until the server closes or resets the connection."""
     found = b""
     try:
         while piece := client.recv(65536):
@@ -59,7 +59,7 @@ def rest(client: socket.socket) -> bytes:
 
 
 def test_a_connection_without_a_request_is_closed_after_its_time(limited) -> None:
-    """The connection itself may be used for several requests."""
+    """The time limit applies between requests: a connection may be used for several requests."""
     request = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
     with connect(limited) as client:
         client.sendall(request + request)
@@ -92,7 +92,7 @@ EARLY = "POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n"
         ("GET /version HTTP/1.1\r\nHost: x\r\n\r\n", 200, b"\r\n"),
         ("GET /version HTTP/1.1\r\nHost: x\r\n\r\n", 200, b"\r"),
         (head("/tokenize", 1).decode() + "{", 400, b"\r\n"),
-        (EARLY, 404, b"{"),  # the rest of a body whose request was already answered
+        (EARLY, 404, b"{"),  # the rest of the body of a request that was already answered
     ],
 )
 def test_bytes_that_begin_no_request_end_a_used_connection(limited, request_head, status, behind):
@@ -231,15 +231,15 @@ def test_bodies_have_a_limit_all_together():
         service.engine.step_s = 1.0
         large, small, answered, waiting = (stack.enter_context(connect(service)) for _ in range(4))
         bodies = service.state.bodies
-        large.sendall(CHUNKED + chunk(2 << 20))  # 2 MiB are stored twice, so they fill the budget
+        large.sendall(CHUNKED + chunk(2 << 20))  # stored twice, so this fills the budget
         until(lambda: bodies.num_bytes == 4 << 20)
 
         small.sendall(CHUNKED + chunk(1000))
         assert_full(small.recv(65536))
         until(lambda: bodies.num_bytes == 4 << 20)
 
-        # The budget counts a body until its request is answered. While the budget is used up, the
-        # service does not send "100 Continue", so clients do not send their bodies.
+        # A body counts until its request is answered. While the budget is used up, the service does
+        # not send "100 Continue", so clients that wait for it do not send their bodies.
         answered.sendall(head(CHAT, len(asked), JSON) + asked)
         until(lambda: service.engine.num_running == 1)
         waiting.sendall(head("/tokenize", 100, "Expect: 100-continue", JSON))
@@ -255,14 +255,14 @@ def test_bodies_have_a_limit_all_together():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_of_bodies_that_end_anyhow_nothing_stays_counted(limited, seed):
-    """At random, bodies are complete, too large, too slow or refused, or connections end."""
+    """At random, a body is complete, too large, too slow or refused, or its connection ends."""
     random_ = random.Random(seed)
     with ExitStack() as stack:
         clients = [stack.enter_context(connect(limited)) for _ in range(16)]
         for client in clients:
             request = CHUNKED + chunk(random_.randrange(1, 3 << 20)) + b"0\r\n\r\n"
             num_sent = random_.choice([len(request), random_.randrange(len(request))])
-            with suppress(OSError):  # the service can refuse a request before all of it was sent
+            with suppress(OSError):  # the service may refuse it before its end
                 client.sendall(request[:num_sent])
         for client in clients:
             if random_.random() < 0.4:

@@ -29,7 +29,7 @@ LONG = "x" * 300_000
 
 
 class FakeDeployment:
-    """A deployment of one fake engine in this process."""
+    """A fake deployment. It consists of one fake engine in this process."""
 
     node_id = NODE
     token = TOKEN

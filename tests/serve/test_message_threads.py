@@ -1,4 +1,4 @@
-"""Message requests that need a conversation or a summary, which the service does not keep."""
+"""Requests to /v1/messages that need a stored conversation or a summary are refused."""
 
 from __future__ import annotations
 

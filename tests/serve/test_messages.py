@@ -1,4 +1,4 @@
-"""Tests of POST /v1/messages with the anthropic client and a fake engine."""
+"""POST /v1/messages, with the anthropic client and a fake engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ THOUGHT = "<think>\nhm, 2\n</think>\n\nFour."
 
 
 def client_of(service, key: str = "none") -> anthropic.Anthropic:
-    import anthropic  # this import takes seconds, so only these tests do it
+    import anthropic  # takes seconds, so only these tests import it
 
     return anthropic.Anthropic(base_url=service.url, api_key=key, max_retries=0, timeout=WAIT_S)
 
@@ -504,9 +504,9 @@ def test_errors_of_all_layers_have_anthropics_form(tooled):
     other = {"model": "other", "messages": HI, "max_tokens": 5}
     assert assert_error(tooled.http.post(PATH, json=other), 404)["type"] == "not_found_error"
     total = tooled.state.slots.total
-    until(lambda: tooled.state.slots.taken == 0)  # slots are released after the answer
+    until(lambda: tooled.state.slots.taken == 0)  # the service releases slots after the answer
     tooled.state.slots.acquire(total)
-    for path in (PATH, f"{PATH}?beta=true"):  # the app is called only for the second path
+    for path in (PATH, f"{PATH}?beta=true"):  # only the second path reaches the app
         full = tooled.http.post(path, json=other)
         assert assert_error(full, 503)["type"] == "overloaded_error"
         assert full.headers["retry-after"]

@@ -1,4 +1,6 @@
-"""If few files may be open, fewer connections are allowed, and a warning contains their number."""
+"""If the limit of open files is low, the service allows fewer connections, and a warning contains
+this number.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 @pytest.mark.parametrize(
     ("hard", "soft", "said"),
     [
-        # 1,000 connections use two descriptors each, and the process uses 512 other descriptors.
+        # 1,000 connections use two descriptors each, and the process uses 512 other descriptors,
+        # 2,512 in all.
         slow(4096, 2512, ""),
         (2000, 2000, "only 992 connections may be open, and 496 of them outlive"),
         slow(1200, 1200, "only 459 connections may be open, and 229 of them outlive"),

@@ -1,4 +1,4 @@
-"""A full service refuses a request at once, before the service reads the body."""
+"""A full service refuses a request at once, before it reads the request's body."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HANGING = {"model": MODEL, "prompt": [70], "max_tokens": 2000, "stream": True}
 
 @pytest.fixture(scope="module")
 def full():
-    """Yield a service with endless streams in all slots."""
+    """Yield a service all of whose slots are used by endless streams."""
     with serving(**{"scheduler.max_waiting": 4}) as service:
         service.engine.step_s = 0.2
         replies = [
@@ -41,7 +41,9 @@ def test_a_full_service_refuses_and_says_when_to_come_back(full):
 
 
 def test_a_refusal_reads_nothing(full):
-    """The body is not JSON, but the refusal says only that all slots are used."""
+    """The body is not valid JSON, but the refusal names only the used slots, because the body is
+    not read.
+    """
     assert_error(full.http.post(CHAT, content=b"{" * 1000), 503)
 
 
@@ -69,7 +71,9 @@ def test_more_choices_than_slots_are_refused(own_service):
 
 @pytest.mark.bench  # the test compares times
 def test_a_thousand_clients_are_refused_faster_than_anybody_can_be_answered(full):
-    """A refusal is made before the request is read, so it is faster than the fastest answer."""
+    """The service refuses a request before it has read the body, so a refusal is faster than the
+    fastest answer.
+    """
     port = full.http.base_url.port
 
     def ratio() -> float:

@@ -1,4 +1,6 @@
-"""The application and ``dist-aclgraph serve`` run on one real Ray cluster, with fake engines."""
+"""The Ray Serve application and ``dist-aclgraph serve`` run on one real Ray cluster, with fake
+engines.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.serve.conftest import CONFIG, until
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
-# Ray Serve allows its proxy 5 s for its start, which is too short on a busy machine.
+# Ray Serve gives its proxy 5 s to start, which is too short on a busy machine.
 PATIENCE = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
@@ -133,7 +135,8 @@ serve.shutdown()
 ray.shutdown()
 """
 )
-# The lock simulates NPUs: a deployment uses all NPUs, so only one deployment can run at a time.
+# The lock stands for the NPUs: a deployment uses all of them, so only one deployment can run at a
+# time.
 AGAIN = (
     FAKE
     + """
@@ -219,7 +222,9 @@ def replica_of(url: str) -> str:
 
 @pytest.fixture
 def cluster():
-    """Run a Ray cluster with two of our applications; yield its process, address and proxy URL."""
+    """Run a Ray cluster with two of our applications; yield its process, its address, and the URL
+    of its proxy.
+    """
     port = free_port()
     process = launch(CLUSTER, port)
     try:
@@ -238,8 +243,8 @@ def test_deployments_on_one_cluster_leave_each_other_alone(cluster):
     process, address, proxy = cluster
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    # The application has two replicas, which share only the groups. For each request, the proxy
-    # chooses a replica.
+    # The application has two replicas, and the proxy chooses one of them for each request. The
+    # replicas share nothing but the groups.
     names = {replica_of(f"{proxy}/a") for _ in range(40)}
     assert len(names) == 2
     for name in "ab":
@@ -277,7 +282,7 @@ def test_an_ingress_asks_the_groups_what_becomes_of_a_deployment_that_died():
     process = launch(DYING, port)
     try:
         read_until(process, "running")
-        with pytest.raises(httpx.ReadTimeout):  # the request waits for a group
+        with pytest.raises(httpx.ReadTimeout):  # the request waits, because no group serves
             httpx.post(f"{url}/v1/completions", json=QUESTION, timeout=5)
         until(lambda: "recovering: PLACING" in httpx.get(f"{url}/ready").text, WAIT_S)
         assert httpx.get(f"{url}/health").status_code == 200
@@ -316,7 +321,9 @@ def test_a_stream_goes_on_when_serve_replaces_the_groups(tmp_path):
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_an_application_that_is_deployed_again_fails_no_request(tmp_path):
-    """Requests arrive during ``serve deploy`` with a changed file."""
+    """The application is deployed again by ``serve deploy`` with a changed file. Requests arrive
+    meanwhile.
+    """
     port, npus = free_port(), tmp_path / "npus"
     process = launch(AGAIN, port, npus)
     over, replies = threading.Event(), []

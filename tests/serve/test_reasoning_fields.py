@@ -1,5 +1,5 @@
-"""Fields that limit reasoning or turn it off have an effect; otherwise, the service refuses the
-fields, or names the fields in ``x-ignored-parameters``.
+"""Request fields that limit reasoning or turn it off have an effect. If they cannot have one, the
+service refuses them, or names them in the header ``x-ignored-parameters``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frames of long reports are made on a thread, and keep their position in the stream."""
+"""Frames with long reports are made on another thread, and keep their position in the stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPORT = (PromptLogprobs(0, 1, b"", b"", b""),)
 
 
 class Texts(Shape):
-    """Makes a frame of each text. A frame with a report waits for ``is_free``."""
+    """Makes one frame of each text. A frame with a report is made only after ``is_free`` is set."""
 
     shows_usage_so_far = True
 
@@ -45,7 +45,9 @@ def piece(text, report=()):
 
 
 async def sent(pieces, error=None):
-    """Return the bytes that a client gets for the pieces, and the thread that made each frame."""
+    """Send the pieces; return the bytes that a client gets, and for each frame, the thread that
+    made it.
+    """
     shape, generation, parts = Texts(), SimpleNamespace(usage=0), []
     frames = _Frames(shape, generation)
     for each in pieces:

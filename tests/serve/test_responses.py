@@ -1,4 +1,4 @@
-"""Tests of POST /v1/responses with the openai client and a fake engine."""
+"""POST /v1/responses, with the openai client and a fake engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prompt_of(service) -> str:
 
 
 def without_ids(value):
-    """Return the JSON of output items, without ids and without fields that the client adds."""
+    """Return the JSON of output items, without ids and without the fields that the client adds."""
     if isinstance(value, list):
         return [without_ids(item) for item in value]
     if hasattr(value, "to_dict"):
@@ -50,7 +50,7 @@ def without_ids(value):
 
 
 def events_of(service, **options):
-    """Return the events of a stream, and the response that the client builds from the events."""
+    """Request a stream; return its events, and the response that the client builds from them."""
     options.setdefault("input", "Hi")
     with service.openai.responses.stream(model=MODEL, **options) as stream:
         return list(stream), stream.get_final_response()

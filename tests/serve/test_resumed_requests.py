@@ -1,4 +1,6 @@
-"""If an engine dies, its requests continue on another engine with unchanged tokens."""
+"""If an engine dies, its requests continue on another engine, and get the same tokens as without
+the death.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ END_ID = 5000
 
 
 def by_position(submit: Submit) -> list[int]:
-    """Return tokens that depend only on their positions."""
+    """Return output tokens that depend only on their positions."""
     first = len(submit.prompt) // INT_BYTES
     return [1000 + first + i for i in range(submit.max_tokens)]
 
@@ -38,7 +40,7 @@ def wanted(count: int) -> list[int]:
 
 
 def all_of(deltas: queue.Queue[RequestDelta]) -> list[int]:
-    """Return the tokens of a request that ends without an error."""
+    """Collect the deltas of a request; check that it ends without an error; return its tokens."""
     tokens: list[int] = []
     while True:
         delta = deltas.get(timeout=WAIT_S)
@@ -64,7 +66,7 @@ class Engines:
         return found
 
     def lose_running(self) -> None:
-        """Let the request's engine report that it is dead, and later serve again."""
+        """Let the engine of the running request report that it is dead, and later serve again."""
         resumed, engine = self.client.num_resumed, self.running
         engine.fail_after = (0, "EngineDeadError")
         until(lambda: self.client.num_resumed > resumed)
@@ -79,7 +81,7 @@ class Engines:
         until(lambda: all(known.link.is_welcome for known in self.client._known()))
 
     def collect(self, count: int | None = None) -> tuple[list[int], RequestDelta]:
-        """Read ``count`` tokens, or all tokens."""
+        """Read ``count`` tokens of the request, or all of them if None."""
         tokens: list[int] = []
         while True:
             delta = self.deltas.get(timeout=WAIT_S)
@@ -185,7 +187,9 @@ def test_a_request_that_kills_its_engines_ends_after_two_deaths(three: Engines) 
 
 @pytest.mark.parametrize("poison_after", [0, 1], ids=["prefill", "decode"])
 def test_its_neighbours_go_on(three: Engines, poison_after: int) -> None:
-    """Other requests lose their engine twice. Each may be the cause, so they then run in turn."""
+    """The other requests lose their engine twice. Then each of them may be the cause, so they run
+    one after another.
+    """
     names = [f"n{i}" for i in range(8)]
     deltas = {name: queue.Queue() for name in names}
     for name in names:
@@ -234,7 +238,7 @@ def test_deaths_between_which_a_request_got_tokens_do_not_end_it(three: Engines)
 def test_a_continued_request_asks_only_for_the_missing_tokens(
     lost_after: list[int], max_tokens: int, num_prompt: int
 ) -> None:
-    """After any losses, prompt and output together are as long as without a loss."""
+    """After any number of losses, prompt and output together are as long as without a loss."""
     params = SamplingParams(max_tokens=max_tokens, min_tokens=min(4, max_tokens))
     prompt = list(range(num_prompt))
     sampling = row_sampling(params, seed=1, num_prompt_tokens=num_prompt, end_ids=())

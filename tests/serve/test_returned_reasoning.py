@@ -1,4 +1,4 @@
-"""Clients of the Responses API return the reasoning of earlier answers in ``encrypted_content``."""
+"""Clients of the Responses API send earlier reasoning back in ``encrypted_content``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ TEXT = "\nhm, 2\n"
 
 
 def reasoning_of(*, content: list[dict] | None = None, **fields: str | None) -> str | None:
-    """Return the reasoning that the template gets with a call after an item of reasoning."""
+    """Send a reasoning item with ``content``, followed by a call; return the reasoning that the
+    template gets with the call.
+    """
     items = [
         {"role": "user", "content": "Hi"},
         {"type": "reasoning", "summary": [], "content": content, **fields},

@@ -1,4 +1,6 @@
-"""The API works below a route prefix; Ray Serve's proxy passes the whole path and the prefix."""
+"""The API works below a route prefix. Ray Serve's proxy passes on the whole path, and names the
+prefix.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def service() -> Iterator[Service]:
 
 
 def ask(service: Service, method: str, path: str, **request: Any) -> httpx.Response:
-    """Send a request to the API like Ray's proxy."""
+    """Send a request to the API as Ray Serve's proxy does."""
     access = Access(ApiKeys(fixed=(ApiKey.of(KEY),)))
     api = make_api(service.state, access, names_requests=False)
 
@@ -46,7 +48,7 @@ def test_probes_and_the_page_need_no_key(service: Service, path: str) -> None:
 
 
 def test_the_prefix_alone_leads_to_the_page(service: Service) -> None:
-    """The page requests relative URLs, so the page's address must end with a slash."""
+    """The status page requests relative URLs, so its own address must end with a slash."""
     reply = ask(service, "GET", PREFIX)
 
     assert (reply.status_code, reply.headers["location"]) == (307, f"http://proxy{PREFIX}/")

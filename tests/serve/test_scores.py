@@ -1,4 +1,4 @@
-"""Tests of POST /v1/score and /v1/rerank with a fake engine."""
+"""POST /v1/score and /v1/rerank, with a fake engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reranker(tmp_path_factory):
         yield service
 
 
-DOCUMENTS = ["xyz", "aeiou aeiou", "banana", "cry"]  # 0, 10, 3 and 0 vowels
+DOCUMENTS = ["xyz", "aeiou aeiou", "banana", "cry"]  # with 0, 10, 3 and 0 vowels
 SCORES = [0.2, 0.45, 0.275, 0.2]
 
 

@@ -165,7 +165,7 @@ def test_unknown_fields_are_ignored_and_named(service, caplog, stream):
     options = {"stream": True, "stream_options": {"nonsense": 1}} if stream else {}
     names = "messages[].color, messages[].content[].cache_control, nonsense, plugins, "
     names += "response_format.dialect" + (", stream_options.nonsense" if stream else "")
-    # Other tests may have logged these names already.
+    # Other tests may have logged these names already, and each name is logged only once.
     service.state.ignored_fields._names.difference_update(names.split(", "))
 
     replies = [
@@ -262,7 +262,7 @@ def test_models_have_the_fields_that_benchmarks_read():
     assert one["root"].endswith(MODEL)
     assert one["max_model_len"] == service.state.context_len
     assert (one["type"], one["capabilities"]["completion_chat"]) == ("base", True)
-    assert one["display_name"] == one["id"]  # for Anthropic's clients, like the time
+    assert one["display_name"] == one["id"]  # Anthropic's clients read this field and the time
     assert datetime.fromisoformat(one["created_at"]).timestamp() == one["created"]
     assert reply.choices[0].message.content == "a"
 

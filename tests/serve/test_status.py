@@ -1,4 +1,4 @@
-"""Tests of the status page and of its numbers: access rights, costs, and values."""
+"""The status page and its numbers: who may read them, what they cost, and their values."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def test_the_numbers_are_those_of_the_metrics(own_service):
     shown = leaves(numbers(own_service)["metrics"])
 
     scraped = scrape(own_service)
-    # The memory and open files of the ingress change meanwhile.
+    # The memory and the open files of the ingress change between the two reads.
     changing = {path for path in shown if path[0].startswith("ingress_")}
-    # The page's numbers contain no histograms, except in the history.
+    # The page's numbers contain no histograms. Only the page's history uses them.
     assert {path: shown[path] for path in shown.keys() - changing} == {
         path: scraped[path] for path in shown.keys() - changing
     }
@@ -44,7 +44,7 @@ def test_the_numbers_are_those_of_the_metrics(own_service):
 def test_refused_requests_are_counted_by_status_and_the_start_is_told(own_service):
     own_service.http.post("/v1/completions", json={"model": "another", "prompt": "x"})
     own_service.http.get("/nowhere")
-    until(lambda: own_service.state.slots.taken == 0)  # slots are released after the answer
+    until(lambda: own_service.state.slots.taken == 0)  # the service releases slots after the answer
     own_service.state.slots.acquire(own_service.state.slots.total)
     own_service.http.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
 
@@ -99,7 +99,7 @@ def test_the_page_is_one_file_that_asks_no_other_host(service):
     assert links == ["data:,"]
     assert "@import" not in page.text and "url(" not in page.text
     assert re.findall(r"https?://[^\"]*", page.text) == [
-        "http://www.w3.org/2000/svg"  # the name of a namespace; no browser loads it
+        "http://www.w3.org/2000/svg"  # this is the name of a namespace, which no browser loads
     ]
 
 
@@ -127,7 +127,7 @@ def test_many_pages_ask_the_engine_as_often_as_one(own_service):
 
 
 class CountedMetrics:
-    """Metrics whose ``collect`` is a function of the test."""
+    """Metrics. A function of the test replaces their method ``collect``."""
 
     def __init__(self, metrics, collect):
         self.replica = metrics.replica

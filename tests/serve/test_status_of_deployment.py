@@ -1,4 +1,6 @@
-"""Status page and board show a real deployment of two groups with experts, drafts and graphs."""
+"""The status page and the Grafana board show a real deployment of two groups with experts, drafts
+and graphs.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def test_the_board_asks_for_what_a_deployment_has(service):
     service.http.get("/no-such-path")
 
     known = labels_of(service.http.get("/metrics").text)
-    # This metric has no sample before a device has a fault.
+    # This metric has no sample before the first fault of a device.
     known["dist_aclgraph_resumptions_total"] = {"model_name", "replica", "engine", "fault"}
     assert [unknown(name, known) for name in BOARDS] == [[]] * len(BOARDS)
 
@@ -96,7 +98,7 @@ def test_the_engine_of_other_tests_answers_as_a_real_one_does(service):
 
     not_metrics = {"graph", "steps", "ranks", "capture_seconds", "pool_bytes"}
     streams = {"streams_offered", "streams_predicted", "streams_measured"}
-    until_it_happens = {"resumptions"}  # reported only after the first resumption
-    # This service keeps no copies of KV.
+    until_it_happens = {"resumptions"}  # the engine reports it only after its first resumption
+    # Engines report these only if they keep copies of KV.
     with_files = {"kv_copied_blocks", "kv_copies_bytes", "kv_read_blocks"}
     assert METRICS.keys() - known == not_metrics | streams | until_it_happens | with_files

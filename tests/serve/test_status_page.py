@@ -1,4 +1,4 @@
-"""A headless browser shows the status page of an engine whose numbers change."""
+"""A headless browser shows the status page of a service with an engine whose numbers change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shown(browser, service, **context):
 
 @contextlib.contextmanager
 def under_load(service, streams=4):
-    """Within this context, ``streams`` threads send requests."""
+    """Within this context, ``streams`` threads send requests, one after another."""
     stop = threading.Event()
 
     def ask():
@@ -72,7 +72,9 @@ def assert_equal(samples, scraped):
 
 
 def assert_in_between(samples, before, after):
-    """Check that each counter on the page is between its values in two scrapes."""
+    """Check that each counter on the page is between its values in the scrapes ``before`` and
+    ``after``.
+    """
     for path, (unit, text) in samples.items():
         if path[0] in RISING and text != NOTHING:
             slack = rounding_of(unit)
@@ -86,7 +88,7 @@ def test_numbers_under_load_lie_between_two_scrapes_and_then_equal_the_last(brow
         with under_load(own_service):
             for _ in range(3):
                 before = scrape(own_service)
-                # the page can have read the first numbers before the scrape
+                # the first numbers can be older than the scrape
                 page.wait_for_numbers(2)
                 samples = page.samples()
                 assert_in_between(samples, before, scrape(own_service))

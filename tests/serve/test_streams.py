@@ -1,4 +1,4 @@
-"""All deltas of a step wake the event loop once; frames stay complete and in order."""
+"""All deltas of a step together wake the event loop once. Frames stay complete and in order."""
 
 from __future__ import annotations
 

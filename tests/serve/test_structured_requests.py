@@ -1,4 +1,6 @@
-"""A request that demands an output format is refused, or its grammar is sent to the engine."""
+"""If a request demands an output format, it is refused, or the format's grammar is sent to the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, 
 
 
 def structure_of(service):
-    """Return the structure of the engine's last request."""
+    """Return the ``structure`` field of the last request that the engine has received."""
     until(lambda: service.engine.num_running == 0)
     return service.engine.submitted[-1].sampling.structure
 
@@ -96,7 +98,8 @@ def test_a_format_without_a_schema_is_any_json(service, schema):
 @pytest.mark.parametrize(
     ("fields", "part"),
     [
-        # guidance 0.3 sends the names of older and of newer releases of vLLM.
+        # The library guidance 0.3 sends the same grammar under the names of older and of newer
+        # releases of vLLM.
         ({"guided_grammar": 'start: "x"', "structured_outputs": {"grammar": 'start: "x"'}}, '"x"'),
         ({"guided_choice": ["yes"], "structured_outputs": {"choice": ["yes"]}}, '"yes"'),
         ({"guided_regex": "a+", "regex": "a+"}, "a+"),
@@ -285,7 +288,8 @@ def test_a_limit_of_reasoning_that_the_format_does_not_have_is_refused(service, 
 
     assert error["param"] == "thinking_tokens"
     assert "gpt_oss has no limit" in error["message"]
-    # Clients of /v1/messages always send a limit, so the service ignores it for this format.
+    # Clients of /v1/messages always send a limit of reasoning, so the service ignores it for this
+    # format.
     body = {"model": MODEL, "messages": HI, "max_tokens": 5}
     thinking = {"type": "enabled", "budget_tokens": 1024}
     assert service.http.post("/v1/messages", json={**body, "thinking": thinking}).is_success
@@ -324,7 +328,9 @@ def test_a_process_that_died_is_replaced(service):
 
 
 def test_requests_that_wait_for_a_grammar_take_no_threads_from_others(service):
-    """More requests wait for grammars than there are threads, but plain text is still served."""
+    """More requests wait for grammars than there are threads. Requests for plain text are still
+    served.
+    """
     compiler, go = service.state.grammars, threading.Event()
     compile_source = compiler.compile
     compiler.compile = lambda *args: (go.wait(60), compile_source(*args))[1]

@@ -1,4 +1,4 @@
-"""Tests of chats with tools and reasoning, with the openai client and a fake engine."""
+"""Chats with tools and reasoning, with the openai client and a fake engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ask(service, **options):
 
 
 def joined(chunks) -> dict:
-    """Join the deltas of a stream like clients."""
+    """Join the deltas of a stream to one message, as clients do."""
     message: dict = {"content": "", "reasoning": "", "calls": []}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -320,7 +320,8 @@ def test_reasoning_is_apart_from_the_content(tooled, stream, is_opened):
 
 @pytest.mark.parametrize("is_strict", [True, False])
 def test_a_call_within_reasoning_is_a_call_unless_tools_are_strict(tooled, is_strict):
-    # The grammar of a strict tool applies to the text after the reasoning only.
+    # The grammar of a strict tool applies only to the text after the reasoning, so a call within it
+    # is text.
     call = CALLS[CALLS.index("<tool_call>") :]
     tooled.answer(f"hm\n{call}</think>Yes" if is_strict else f"hm\n{call}")
     weather = {**WEATHER, "function": {**WEATHER["function"], "strict": is_strict}}

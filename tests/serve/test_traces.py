@@ -1,4 +1,6 @@
-"""A request with traces gives a span with its tokens and outcome, and a child for each phase."""
+"""With traces, each request gives a span with its tokens and its outcome, and a child span for each
+phase.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-PREFILL_S = 1e-6  # far below the time from the submission to the first token
+PREFILL_S = 1e-6  # far less than the time from the submission to the first token
 BODY = {"model": MODEL, "messages": HI, "max_tokens": 3}
 
 
@@ -49,7 +51,7 @@ class Spans:
         return self.finished()
 
     def phases(self) -> list[Any]:
-        """Return the children of the only request's span, in the order of time."""
+        """Return the child spans of the only request's span, in the order of their beginning."""
         parent = self.the_one().context
         children = [span for span in self.all() if span.kind is SpanKind.INTERNAL]
         assert all(child.parent == parent for child in children)
@@ -120,7 +122,7 @@ def test_unsampled_requests_and_requests_for_metrics_have_no_span(spans: Spans) 
 
 
 class Collector(HTTPServer):
-    """A collector of OTLP over HTTP."""
+    """A collector of traces, which receives OTLP over HTTP."""
 
     def __init__(self) -> None:
         self.received: list[ExportTraceServiceRequest] = []

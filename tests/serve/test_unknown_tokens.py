@@ -1,4 +1,6 @@
-"""A text is refused if the tokenizer has a token for which the model has no embedding row."""
+"""A text is refused if it contains a token that the tokenizer has, but for which the model has no
+embedding row.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ MODEL = CONFIG.parents[1] / "models" / "tiny-qwen3"
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Yield a function that returns a service for each task.
+    """Yield a function that returns a service for a task.
 
-    The service's tokenizer has one token more than the model has embedding rows.
+    The tokenizer of this service has one token more than the model has embedding rows.
     """
     with ExitStack() as stack:
 

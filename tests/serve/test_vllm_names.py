@@ -1,4 +1,4 @@
-"""Metrics also have vLLM's names, for dashboards that use these names."""
+"""Metrics are also shown under vLLM's names, for dashboards that use these names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dist_aclgraph.serve.observe.vllm_names import ALIASES
 from tests.serve.conftest import serving
 
-# Names of samples that vLLM's dashboards use (vLLM's examples/observability).
+# Names of samples that vLLM's dashboards use. The dashboards are in vLLM's examples/observability.
 ASKED = [
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",

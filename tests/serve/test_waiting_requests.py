@@ -1,4 +1,6 @@
-"""Requests wait while no group serves, and later continue with unchanged tokens."""
+"""While no group serves, requests wait. They continue later, with the same tokens as without the
+wait.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ LOADING = "LOADING 3 of 9"
 
 @dataclass
 class Deployment:
-    """The engines of a deployment, and a client, which starts with the address of the first engine.
+    """The engines of a deployment, and a client that at first knows only the address of the first
+    engine.
 
-    The client learns the other addresses from the controller, which ``ask`` replaces.
+    The client learns the other addresses from the controller. The function ``ask`` stands for the
+    controller.
     """
 
     wait_s: float = 60.0
@@ -65,7 +69,7 @@ class Deployment:
         until(lambda: bool(self.client.outage()))
 
     def replace(self) -> FakeEngine:
-        """Replace all groups by a new group, which clients can learn only from the controller."""
+        """Replace all groups by a new group. Only the controller can tell clients its address."""
         engine = self.new_engine()
         number = len(self.engines) - 1
         entry = GroupEntry(str(number), engine.address, 100, 16)
@@ -73,7 +77,7 @@ class Deployment:
         return engine
 
     def begin_anew(self) -> FakeEngine:
-        """Replace this deployment by another deployment, which numbers its groups from 0."""
+        """Replace this deployment by another one, which numbers its groups from 0 again."""
         engine = self.new_engine(token="another-token")
         groups = GroupList(1, (GroupEntry("0", engine.address, 100, 16),))
         self.outlook = Outlook(groups, token="another-token")
@@ -85,7 +89,7 @@ class Deployment:
         self.client.submit(name, PROMPT, params, (), deltas.put, seed=11)
 
     def collect(self, name: str, count: int | None = None) -> tuple[list[int], RequestDelta]:
-        """Read ``count`` tokens, or all tokens."""
+        """Read ``count`` tokens of the request, or all of them if None."""
         tokens: list[int] = []
         while True:
             delta = self.deltas[name].get(timeout=WAIT_S)
@@ -236,7 +240,7 @@ def test_a_request_that_waits_can_be_aborted(one: Deployment) -> None:
 
 
 def test_requests_go_on_in_another_deployment(one: Deployment) -> None:
-    for _ in range(3):  # so the list's version gets higher than that of the next deployment's list
+    for _ in range(3):  # makes the list's version higher than that of the next deployment's list
         one.lose()
         one.replace()
         until(lambda: not one.client.outage())
@@ -268,7 +272,9 @@ def test_a_request_of_which_groups_die_does_not_wait_for_a_third(one: Deployment
 
 
 def test_a_request_whose_groups_die_together_is_not_the_cause(one: Deployment) -> None:
-    """Both groups ran steps before. The second group dies as soon as it has the request."""
+    """Both groups have run steps before they die. The second one dies as soon as it has the
+    request.
+    """
     first, second = one.engines[0], one.new_engine()
     entries = [GroupEntry(str(i), e.address, 100, 16) for i, e in enumerate((first, second))]
     first.groups = GroupList(1, tuple(entries))
@@ -317,7 +323,7 @@ def test_suspects_that_wait_for_a_turn_also_wait_for_the_next_group(one: Deploym
         one.collect(name, 5)
     one.lose()
     second = one.new_engine()
-    second.step_s = 3600.0  # so long that this engine does not answer its probe
+    second.step_s = 3600.0  # so long that this engine never answers its probe
     one.outlook = Outlook(GroupList(1, (GroupEntry("1", second.address, 100, 16),)))
     until(lambda: second.num_running == 1)
     assert one.client.num_held == 4

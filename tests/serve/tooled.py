@@ -1,4 +1,6 @@
-"""Writes a model whose template and vocabulary support tools and reasoning, for test services."""
+"""Writes, for test services, a model whose chat template and vocabulary support tools and
+reasoning.
+"""
 
 from __future__ import annotations
 

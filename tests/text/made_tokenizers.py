@@ -1,4 +1,4 @@
-"""Makes small tokenizers, trained on a few words, of the kinds that published checkpoints have."""
+"""Makes small tokenizers of the kinds that published checkpoints have, trained on a few words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPACES = "\u2581"
 
 
 def byte_level(*, prefix_space: bool = False) -> Tokenizer:
-    """Return a tokenizer like those of GPT-2, Llama 3, Qwen and DeepSeek."""
+    """Return a byte-level tokenizer, like those of GPT-2, Llama 3, Qwen and DeepSeek."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,8 +49,8 @@ def split_byte_level() -> Tokenizer:
 
 
 def byte_fallback(*, strips: bool = True) -> Tokenizer:
-    """Return a BPE converted from SentencePiece, like that of Llama 2, which strips the first
-    space, or like that of Gemma, which does not strip it.
+    """Return a BPE tokenizer as converted from SentencePiece. If ``strips``, it removes the first
+    space of a text, like that of Llama 2; otherwise, it keeps the space, like that of Gemma.
     """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     steps: list[Any] = [normalizers.Prepend(SPACES)] if strips else []
@@ -60,14 +60,17 @@ def byte_fallback(*, strips: bool = True) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(SPACES, "merged_with_next")
     controls = [*CONTROLS, *BYTES]
     _trained(tokenizer, trainers.BpeTrainer, special_tokens=controls, limit_alphabet=24)
-    # The trainer makes all of ``controls`` special tokens, but byte tokens must not be special.
+    # The trainer makes all tokens in ``controls`` special tokens, but byte tokens must not be
+    # special.
     written = json.loads(tokenizer.to_str())
     written["added_tokens"] = written["added_tokens"][: len(CONTROLS)]
     return Tokenizer.from_str(json.dumps(written))
 
 
 def unigram(*, has_bytes: bool = False) -> Tokenizer:
-    """Return a unigram tokenizer like those of T5 and XLNet, or like LLMs' if ``has_bytes``."""
+    """Return a unigram tokenizer: with byte tokens (``has_bytes``) like those of LLMs, without like
+    those of T5 and XLNet.
+    """
     pieces = [(token, 0.0) for token in CONTROLS]
     pieces += [(byte, 0.0) for byte in BYTES] if has_bytes else []
     words = sorted({word for text in TEXTS for word in text.split()})
@@ -83,7 +86,7 @@ def unigram(*, has_bytes: bool = False) -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """Return a BPE tokenizer without byte tokens, for words that begin with a space."""
+    """Return a BPE tokenizer without byte tokens. Its words begin with a space."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
@@ -91,7 +94,7 @@ def metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """Return a tokenizer like BERT's: later parts of a word begin with ##."""
+    """Return a tokenizer like BERT's: all parts of a word except the first begin with ##."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
@@ -121,7 +124,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def write_checkpoint(directory: Path, kind: str, described: dict[str, Any]) -> Path:
-    """Write a tokenizer of a kind, and a config.json whose vocabulary is larger than the
+    """Write a tokenizer of ``kind``, and a config.json. Its vocabulary size is larger than the
     tokenizer's.
 
     Args:

@@ -1,4 +1,4 @@
-"""A template gets the calls of earlier messages in the form that the template expects."""
+"""A chat template gets the calls of earlier messages in the form that it expects."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_arguments_that_are_no_object_are_not_changed(call, expected):
 
 @pytest.mark.parametrize("call_id", ["call_0123456789", "1", "aB3dE5gH7"])
 def test_a_template_that_refuses_long_ids_gets_nine_characters(call_id):
-    """Templates of Mistral refuse calls and results whose id has another length."""
+    """Mistral's templates refuse calls and results whose id does not have nine characters."""
     refuses = "{% if id | length != 9 %}{{ raise_exception('length 9') }}{% endif %}{{ id }} "
     body = (
         "{% for m in messages %}{% set id = m.tool_call_id %}{% if id %}" + refuses + "{% endif %}"
@@ -81,7 +81,7 @@ OBSERVES = (
 
 @pytest.mark.parametrize("content", [None, "I look."])
 def test_calls_may_be_messages_whose_metadata_is_the_name(content):
-    """The template of GLM-4-0414 reads calls and results in this form."""
+    """GLM-4-0414's template reads calls, and results of tools, in this form."""
     calling = {"role": "assistant", "content": content, "tool_calls": [CALL, CALL]}
     result = {"role": "tool", "tool_call_id": "1", "content": "3"}
 
@@ -119,7 +119,7 @@ OWN_TOOLS = {
     ],
 )
 def test_tools_may_be_a_part_of_the_first_message(form, system, expected):
-    """The templates of Phi-4-mini and GLM-4-9B read them there."""
+    """The templates of Phi-4-mini and GLM-4-9B read the tools in the first message."""
     template = make_template(OWN_TOOLS[form])
     messages = [USER] if system is None else [{"role": "system", "content": system}, USER]
 
@@ -141,7 +141,9 @@ def test_calls_are_text_if_a_template_of_phi_reads_no_calls():
 
 
 def test_a_template_may_read_the_functions_of_the_tools():
-    """The first template of Apertus reads ``tool.description``."""
+    """The first template that Apertus published reads ``tool.description``, and not
+    ``tool.function``.
+    """
     body = "{% for tool in tools %}{{ '// ' + tool.description + tool.name }}{% endfor %}"
     function = {"name": "f", "description": "Finds."}
     options = ChatOptions(tools=[{"type": "function", "function": function}])

@@ -1,4 +1,6 @@
-"""``tools/calls_of_templates.py`` finds templates whose calls the chosen format cannot read."""
+"""``tools/calls_of_templates.py`` finds chat templates whose calls cannot be read by the format
+that the service chooses.
+"""
 
 from __future__ import annotations
 

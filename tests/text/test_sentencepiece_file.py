@@ -1,4 +1,6 @@
-"""A tokenizer made of ``tokenizer.model`` gives the tokens and texts of SentencePiece itself."""
+"""A tokenizer that is made from a file ``tokenizer.model`` gives the same tokens and texts as
+SentencePiece itself.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def write(directory: Path, model: bytes, **described: Any) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def pairs(models: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Our tokenizer and that of SentencePiece, by kind."""
+    """For each kind of tokenizer, ours and that of SentencePiece."""
     return {
         kind: (
             write(tmp_path_factory.mktemp("model"), model),
@@ -101,8 +103,9 @@ def test_tokens_have_the_text_of_sentencepiece(
 
     found, expected = ours.decode(ids), theirs.decode(ids)
     if KINDS[kind].get("remove_extra_whitespaces", True):
-        # With this setting, SentencePiece removes all spaces at the beginning of a text. We remove
-        # one space. Otherwise a stream's text would depend on which tokens are decoded together.
+        # With this setting, SentencePiece removes all spaces at the beginning of a text. Our
+        # tokenizer removes only one. If it removed all, the text of a stream would depend on which
+        # tokens are decoded together.
         found, expected = found.lstrip(" "), expected.lstrip(" ")
     assert found == expected
 
@@ -121,7 +124,7 @@ def test_added_tokens_are_those_of_transformers(
     )  # fmt: skip
     theirs = AutoTokenizer.from_pretrained(tmp_path)
 
-    # In legacy tokenizers, transformers leaves out the prefix of texts that begin with a space.
+    # In legacy tokenizers, transformers adds no prefix to texts that begin with a space.
     spaced = () if legacy else (" the  server", "[INST] server")
     for text in ("", "the  server", "<s>the[INST]server</s>the", "[INST]", "é\n", *spaced):
         ids = ours.encode(text)

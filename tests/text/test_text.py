@@ -23,11 +23,12 @@ TOKENIZER = Tokenizer(MODEL)
 
 
 def naive(text: str, stops: list[str], immune: int = 0) -> str:
-    """Cut a text at the first stop string; the function reads the text character by character.
+    """Cut a text at the first stop string. This simple function reads the text character by
+    character.
 
     Args:
-        immune: number of characters at the beginning; a stop string that ends in these characters
-            is ignored.
+        immune: a number of characters at the beginning of the text. A stop string that ends within
+            them is ignored.
     """
     for end in range(immune + 1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
@@ -127,9 +128,9 @@ def test_stop_strings_do_not_cut_an_answer_that_must_have_a_form(form, expected)
     ("stop", "min_tokens", "expected"),
     [
         (" 2", 1, ("1", "stop")),
-        (" 2", 2, ("1 2 3", "stop")),  # the first match is too early, the second match stops
+        (" 2", 2, ("1 2 3", "stop")),  # the first match is too early
         (" 2", 4, ("1 2 3 2 3", "length")),
-        ("2 3", 2, ("1 ", "stop")),  # the match ends after the first two tokens
+        ("2 3", 2, ("1 ", "stop")),  # the match ends after the two tokens of the minimum
     ],
 )
 @pytest.mark.parametrize("size", [1, 5])
@@ -149,7 +150,7 @@ def test_a_stop_string_within_the_first_min_tokens_stops_nothing(stop, min_token
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_stop_string_in_the_last_uncertain_text_stops_the_answer(reads):
-    half = TOKENIZER.encode("🦝")[:1]  # the first bytes of a character, which never ends
+    half = TOKENIZER.encode("🦝")[:1]  # the first bytes of a character that stays incomplete
     read = SimpleNamespace(feed=lambda _, text: [Content(text)] * bool(text), finish=list)
     output = OutputText(TOKENIZER, (), SamplingParams(stop=("\ufffd",)), read if reads else None)
 
@@ -162,7 +163,7 @@ def test_a_stop_string_in_the_last_uncertain_text_stops_the_answer(reads):
 @examples(200)
 @given(data=st.data())
 def test_how_tokens_are_cut_into_deltas_shows_nowhere(data):
-    """With drafts, a delta can have several tokens; texts, counts and logprobs stay the same."""
+    """With drafts, a delta can have several tokens. Texts, counts and logprobs stay the same."""
     ids = TOKENIZER.encode(data.draw(st.text("ab é😀", min_size=1, max_size=12)))
     stops = tuple(data.draw(st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2)))
     reason = data.draw(st.sampled_from(["stop", "length"]))

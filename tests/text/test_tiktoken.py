@@ -1,4 +1,4 @@
-"""The tokenizer of a tiktoken.model has the tokens that tiktoken's rule gives."""
+"""A tokenizer from a file tiktoken.model gives the tokens that tiktoken's rule gives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ ADDED = {"0": "[BOS]", "1": "[EOS]", "2": "<|im_end|>", "200": "<|last|>"}
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[bytes, int]:
-    """Return the tokens of a small byte-level vocabulary, in the order of its merges."""
+    """Return the tokens of a small byte-level vocabulary with their ranks, which follow the order
+    of its merges.
+    """
     made = byte_level()
     added = set(made.get_added_tokens_decoder())
     vocabulary = {text: i for text, i in made.get_vocab().items() if i not in added}
@@ -67,8 +69,8 @@ def write(folder: Path, ranks: dict[bytes, int]) -> Path:
 
 
 def tokens_of(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """Return the tokens of a piece. Two neighbours are merged if they form a token; the token with
-    the lowest rank comes first.
+    """Return the tokens of a piece of text. As long as two neighbours together form a token, merge
+    those whose token has the lowest rank.
     """
     if piece in ranks:
         return [ranks[piece]]

@@ -1,4 +1,6 @@
-"""For every kind of tokenizer, streams, tokens and bytes are compared with transformers."""
+"""For every kind of tokenizer, streamed texts, tokens, and bytes of tokens are compared with
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def both(kind: str) -> tuple[Tokenizer, Any]:
 
 
 def outputs(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Draw outputs with many byte tokens, special tokens, and ids unknown to the tokenizer."""
+    """Draw outputs that contain many byte tokens, special tokens, and ids that the tokenizer does
+    not know.
+    """
     known = range(tokenizer.vocab_size)
     partial = [i for i in known if not tokenizer.token_bytes[i].isascii()]
     special = sorted(tokenizer.special_ids)
@@ -67,7 +71,8 @@ def test_a_stream_is_the_end_of_what_transformers_decodes(kind, data):
 @pytest.mark.parametrize(("num_bytes", "text"), [(1, "🦝e"), (0, "e")])
 def test_bytes_at_the_end_of_a_prompt_become_a_character_or_stay_its_own(kind, num_bytes, text):
     ours, _ = both(kind)
-    # Some letters have a byte token and a token of the letter; then the letter's token is used.
+    # Some letters have both a byte token and a token of their own. For them, the token of their own
+    # is used.
     ids = sorted(range(ours.vocab_size), key=lambda i: i not in ours.token_bytes.byte_ids)
     by_bytes = {ours.token_bytes[i]: i for i in ids}
     first, *others = [by_bytes[bytes([byte])] for byte in "🦝".encode()]

@@ -1,4 +1,4 @@
-"""A checkpoint without a tokenizer serves token ids."""
+"""A service whose checkpoint has no tokenizer accepts and returns token ids."""
 
 from __future__ import annotations
 

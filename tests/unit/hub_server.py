@@ -1,5 +1,5 @@
-"""A model hub for tests. It implements the HTTP requests with which clients of Hugging Face and
-ModelScope load a model's files.
+"""A model hub for tests. It answers the HTTP requests by which clients of Hugging Face and
+ModelScope load the files of a model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl
 
 MODELSCOPE = "/api/v1/models/"
-TOKEN = "secret"  # required for models of the owner "private"
+TOKEN = "secret"  # clients need it for models of the owner "private"
 
 
 @dataclass
@@ -22,8 +22,8 @@ class Hub:
     """A hub whose models each have one commit.
 
     Attributes:
-        files: contents of files, by model and path.
-        loaded: paths of the requested files, in the order of the requests.
+        files: for each model, the contents of its files by path.
+        loaded: paths of the files that clients have requested, in the order of the requests.
     """
 
     files: dict[str, dict[str, bytes]]

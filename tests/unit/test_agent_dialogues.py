@@ -1,5 +1,5 @@
-"""Tests of the dialogues of models/tiny-agent: which are excluded from training, and which answers
-are right.
+"""The dialogues of models/tiny-agent: those that are held out share no word with training, and
+their answers are right.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A child process reads an NPU's properties; the tests check the child's reply and exit."""
+"""A child process reads an NPU's properties. The tests check how its reply and its exit are
+understood.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests which tensors are in the faulty memory that CANN lists, and whether a repair succeeded."""
+"""The tensors that lie in the faulty memory that CANN lists are found, and so is whether a repair
+succeeded.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class Acl:
 
     Args:
         code: error code that the query returns.
-        left: addresses that are still faulty after a repair.
+        left: addresses that a repair leaves faulty.
     """
 
     def __init__(self, *addresses: int, code: int = 0, left: tuple[int, ...] = ()) -> None:

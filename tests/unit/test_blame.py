@@ -1,4 +1,4 @@
-"""Which rank is blamed if several ranks do not answer."""
+"""The rank that is blamed if several ranks do not answer."""
 
 from __future__ import annotations
 

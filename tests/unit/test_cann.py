@@ -1,4 +1,4 @@
-"""If CANN is installed but cannot be loaded, one sentence says so before anything is started."""
+"""If CANN is installed but cannot be loaded, one sentence says so before any process is started."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUTS = ("cann", "ascend-toolkit")
 
 @pytest.fixture
 def ascend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of CANN on a machine with an NPU; no set_env.sh was sourced."""
+    """The folder of CANN on a simulated machine with an NPU. No set_env.sh was sourced."""
     monkeypatch.setattr(kind, "DEV", tmp_path)
     (tmp_path / "davinci0").touch()
     monkeypatch.setenv("ASCEND_INSTALL_PATH", str(tmp_path))

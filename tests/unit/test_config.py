@@ -1,6 +1,6 @@
-"""The configuration refuses unknown keys and bad values, and is frozen.
+"""The configuration refuses unknown keys and bad values, and cannot be changed afterwards.
 
-Environment variables are set in one place.
+Only one module sets environment variables from the configuration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A deployment's kind of device is decided once, before anything is planned."""
+"""The kind of device of a deployment is decided once, before the deployment is planned."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make(**device: Any) -> Config:
 
 @pytest.fixture
 def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of device nodes; it contains no NPU."""
+    """A folder in place of /dev. It contains no device file of an NPU."""
     monkeypatch.setattr(kind, "DEV", tmp_path)
     monkeypatch.setattr(decision, "check_cann", lambda: None)
     return tmp_path

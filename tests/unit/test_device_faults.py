@@ -1,4 +1,4 @@
-"""The cause that stopped a device, read from torch_npu's message."""
+"""The cause that stopped a device is read from the message of torch_npu's error."""
 
 from __future__ import annotations
 

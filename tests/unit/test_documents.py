@@ -1,4 +1,6 @@
-"""The Markdown pages of the tree: links resolve, lines are short, the index is complete."""
+"""In the repository's Markdown pages, links lead to existing targets, lines are short, and the
+index is complete.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ MAX_COLUMNS = 120
 
 
 def links(page: Path) -> set[str]:
-    """Return the relative links of a page without their anchors; code blocks are ignored."""
+    """Return the relative links of a page, without their anchors. Code blocks are left out."""
     targets = LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8")))
     return {target.partition("#")[0] for target in targets if "://" not in target} - {""}
 

@@ -1,4 +1,4 @@
-"""The environment of the package ``npu_emulator``, and what it imports."""
+"""The environment in which ``npu_emulator`` compiles, and the modules that it imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error survives pickling with its fields, because Ray pickles errors."""
+"""Every error keeps its fields when it is pickled. Ray pickles errors to send them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Laws of the division of cores between ranks; reading of the host's files; binding to cores."""
+"""Laws of the division of cores among ranks. Also, the host's files are read, and processes are
+bound to cores.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ def make_library(folder: Path, result: int) -> Path:
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A host with two NUMA nodes, which have 24 cores and two NPUs each."""
+    """A simulated host with two NUMA nodes. Each has 24 cores and two NPUs."""
     pci, numa, tasks = (tmp_path / name for name in ("pci", "node", "task"))
     for node, cores in (("node0", "0-23"), ("node1", "24-47")):
         (numa / node).mkdir(parents=True)
@@ -131,7 +133,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (pci / address / "device").write_text("0xd803\n")
     (pci / "0000:75:00.0").mkdir()
     (pci / "0000:75:00.0" / "vendor").write_text("0x19e5\n")
-    (pci / "0000:75:00.0" / "device").write_text("0xa250\n")  # a compression engine, not an NPU
+    (pci / "0000:75:00.0" / "device").write_text("0xa250\n")  # a compression device, not an NPU
     for number in range(len(ADDRESSES)):
         (tmp_path / f"davinci{number}").touch()
     for task in ("7", "8"):
@@ -146,7 +148,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def set_cores(monkeypatch: pytest.MonkeyPatch, online: Path, cores: set[int]) -> None:
-    """Give the host these cores, all of which the process may use."""
+    """Give the simulated host these cores. The process may use all of them."""
     online.write_text(f"{format_cores(frozenset(cores))}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
 

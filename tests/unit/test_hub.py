@@ -1,4 +1,4 @@
-"""Models are loaded by name from a local hub; no test uses the network outside this machine."""
+"""Models are loaded by name from a local hub. No test uses a network outside this machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ NEEDED = set(FILES) - {
     "README.md", "pytorch_model.bin", "original/params.json", "consolidated.safetensors",
     "2_Dense/model.safetensors",
 }  # fmt: skip
-# The clients read the environment when they are imported, so each environment needs a new process.
+# The hubs' client libraries read the environment when they are imported, so each environment needs
+# a new process.
 CODE = """
 import json, sys
 from dist_aclgraph.config import make_config
@@ -67,7 +68,7 @@ def hub() -> Iterator[Hub]:
 
 
 def load(hub: Hub, home: Path, *asked: tuple[dict[str, Any], bool], **variables: str) -> list[Any]:
-    """Load models in a new process; return each model's directory and name, or its error."""
+    """Load models in a new process; return, for each, its directory and name, or its error."""
     environment = {
         **os.environ,
         "HF_HOME": str(home),
@@ -90,7 +91,7 @@ def load(hub: Hub, home: Path, *asked: tuple[dict[str, Any], bool], **variables:
 
 
 def files_in(directory: str) -> set[str]:
-    """Return the paths of all files, relative to the directory."""
+    """Return the paths of all files in ``directory``, relative to it."""
     found = [path for path in Path(directory).rglob("*") if not path.is_dir()]
     return {str(path.relative_to(directory)) for path in found}
 

@@ -1,4 +1,4 @@
-"""Tests of the architecture: the allowed imports of each folder, and calls that no module may
+"""Rules of the architecture: the imports that each folder may have, and calls that no module may
 make.
 """
 
@@ -19,14 +19,16 @@ PACKAGE = Path(dist_aclgraph.__file__).parent
 NAME = "dist_aclgraph"
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
-TOP, CONFIG = "(top)", "config"  # names in the layer table: files outside folders, configuration
+TOP, CONFIG = "(top)", "config"  # names in the layer table
 ROOT = PACKAGE.parent
 BESIDE = ("benchmarks", "tools")  # folders outside the package, which are not shipped with it
 
 
 @dataclass(frozen=True)
 class Row:
-    """The folders and libraries that the modules of one folder may import."""
+    """A row of the layer table: the folders and libraries that the modules of one folder may
+    import.
+    """
 
     folders: frozenset[str]
     libraries: frozenset[str]
@@ -51,7 +53,7 @@ def read_layers() -> dict[str, Row]:
 
 
 def with_inner(folders: Iterable[str], rows: Iterable[str]) -> frozenset[str]:
-    """Return the names of the rows for these folders and their inner folders."""
+    """Return the names of the rows for ``folders`` and for their inner folders."""
     return frozenset(
         row for folder in folders for row in rows if row == folder or row.startswith(f"{folder}/")
     )
@@ -62,7 +64,7 @@ LAYERS = read_layers()
 
 @dataclass(frozen=True)
 class Module:
-    name: str  # without the name of the package
+    name: str  # dotted name without that of the package
     tree: ast.Module
     is_face: bool = False  # whether the module is an __init__.py
 
@@ -72,9 +74,10 @@ class Module:
 
 
 def folder_of(name: str) -> str:
-    """Return the folder of a module, or of a name imported from it, without the package's name.
+    """Return the folder of a module, without the package's name. ``name`` may also be a name that
+    is imported from the module.
 
-    If an inner folder has a separate row, the inner folder is returned.
+    If an inner folder has a row of its own, the inner folder is returned.
     """
     first, second = [*name.split("."), ""][:2]
     if f"{first}/{second}" in LAYERS:
@@ -84,7 +87,7 @@ def folder_of(name: str) -> str:
 
 
 def imported_folder(target: str) -> str | None:
-    """Return the folder that an import names; None for a library."""
+    """Return the folder of the package that an import names; None if it names a library."""
     top, _, inner = target.partition(".")
     if top in BESIDE:
         return top
@@ -99,7 +102,7 @@ def modules() -> list[Module]:
             parts = path.relative_to(base).with_suffix("").parts
             name = ".".join(part for part in parts if part != "__init__")
             if not name:
-                continue  # the package's __init__ imports public names from any folder
+                continue  # the package's __init__ may import public names from any folder
             tree = ast.parse(path.read_text(encoding="utf-8"))
             found.append(Module(name, tree, path.name == "__init__.py"))
     return found
@@ -107,13 +110,13 @@ def modules() -> list[Module]:
 
 @cache
 def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
-    """Return the nodes that the rules look at."""
+    """Return the syntax nodes that the rules check."""
     kinds = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Call)
     return tuple(node for node in ast.walk(tree) if isinstance(node, kinds))
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and dotted name of every import; ``from a import b`` gives a.b."""
+    """Yield, for every import, its line and its dotted name; ``from a import b`` gives a.b."""
     for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -123,7 +126,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and name of each ``name.attribute``, and of every import."""
+    """Yield, for each ``name.attribute`` and for every import, its line and its dotted name."""
     yield from imports(tree)
     for node in nodes(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -131,7 +134,7 @@ def names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def names_called(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and name of each call of ``name`` or ``name.attribute``."""
+    """Yield, for each call of ``name`` or ``name.attribute``, its line and its dotted name."""
     for node in nodes(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -142,7 +145,7 @@ def names_called(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def assigned_roots(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """For each assignment to an attribute (``name.a.b = ...``), yield the line and ``name``."""
+    """Yield, for each assignment to an attribute (``name.a.b =...``), its line and ``name``."""
     for node in nodes(tree):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             root: ast.expr = node
@@ -156,7 +159,7 @@ def assigned_roots(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, target.id
 
 
-# ---- rules for one module; a rule yields each line that breaks it, with the reason
+# ---- rules for one module; a rule yields each line that breaks the rule, with the reason
 
 Rule = Callable[[Module], Iterator[tuple[int, str]]]
 
@@ -167,8 +170,8 @@ ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
 UNPICKLERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 EVALUATORS = {"eval", "exec", "__import__"}
 LOADERS_THAT_UNPICKLE = {"torch.load", "np.load", "numpy.load"}
-# Two options are missing in Ray: for the program that starts workers, and for errors of processes,
-# which Ray writes to stdout. So these modules assign Ray's attributes.
+# Modules that assign attributes of Ray, because Ray lacks two options: one for the program that
+# starts workers, and one that keeps errors of processes away from stdout.
 ASSIGNED = {
     ("actors.forks.forking_starter", "ray_constants"),
     ("actors.cluster.local_ray", "ray_worker"),
@@ -308,7 +311,7 @@ def test_each_rule_finds_what_breaks_it() -> None:
 
 
 def folders_by_imports() -> dict[str, set[str]]:
-    """Return for each folder the other folders that its modules import."""
+    """Return, for each folder, the other folders from which its modules import."""
     found: dict[str, set[str]] = {folder: set() for folder in LAYERS}
     for module in (module for module in modules() if module.folder in LAYERS):
         for _, target in imports(module.tree):

@@ -1,4 +1,4 @@
-"""The keys of kv.events: who may read the events, and at which ports."""
+"""The configuration keys of kv.events decide who may read the events, and at which ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The delay of decisions, with a model of a device and of its host."""
+"""The scheduler's decisions are delayed by the right time. A simple model replaces the device and
+its host.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ def plan(graph: BatchDescriptor | None = DECODE, num_tokens: int = 8) -> StepPla
 
 
 def run(late: LateDecisions, device_s: float, host_s: float, step: StepPlan | None = None) -> float:
-    """Run one step; return how long its device had to wait for the next step.
+    """Run one step; return the seconds that its device had to wait for the next step.
 
     Args:
-        device_s: how long the step runs.
-        host_s: how long the workers need from a decision until the device has the next step.
+        device_s: duration of the step on the device.
+        host_s: time from a decision until the workers have queued the next step on the device.
     """
     step = step or plan()
     delay_s = late.delay_s(step)

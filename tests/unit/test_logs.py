@@ -1,4 +1,4 @@
-"""Tests of log lines, and of the folder with the log files."""
+"""Log lines, and the folder with the log files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ source = logging.getLogger(f"{PACKAGE}.some.module")
 
 @pytest.fixture(autouse=True)
 def own_handlers() -> Iterator[None]:
-    """Remove the handlers that a test has attached."""
+    """Remove the log handlers that a test has added."""
     before = {name: logging.getLogger(name).handlers[:] for name in (PACKAGE, ACCESS)}
     yield
     for name, handlers in before.items():
@@ -229,7 +229,7 @@ def test_a_folder_keeps_the_newest_files_of_processes_that_have_ended(tmp_path: 
     config = make_logging(tmp_path)
     folder, lock = open_folder(config)
     os.close(lock)
-    host, first = file_name(socket.gethostname()), 1 << 30  # no process has such an id
+    host, first = file_name(socket.gethostname()), 1 << 30  # too large to be the id of a process
     for age in range(KEPT_FILES + 2):
         path = folder / f"worker-{host}-{first + age}.log"
         path.touch()

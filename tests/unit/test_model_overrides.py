@@ -1,4 +1,4 @@
-"""The configuration can replace values of config.json."""
+"""A deployment's configuration can replace values of the model's config.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARAMETERS = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor"
 
 
 def read(config: Config) -> dict[str, Any]:
-    """Return values of the model, as each process of a deployment reads them."""
+    """Return values of the model as every process of a deployment reads them."""
     spec = read_servable_spec(config)
     return {
         "plan": Planner.from_config(config).max_model_len,

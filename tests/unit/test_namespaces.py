@@ -1,5 +1,5 @@
-"""Network namespaces that act as nodes: the nodes reach each other, share nothing, and end together
-with their processes.
+"""Network namespaces that act as nodes. They reach each other over a network, share nothing else,
+and end together with their processes.
 """
 
 import socket

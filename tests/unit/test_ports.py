@@ -1,4 +1,4 @@
-"""Processes that run tests beside each other do not get the same ports."""
+"""Processes that run tests at the same time do not get the same ports."""
 
 from __future__ import annotations
 

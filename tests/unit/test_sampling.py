@@ -1,4 +1,4 @@
-"""Tests of sampling parameters: their limits, their spellings, and derived values."""
+"""Sampling parameters: their limits, their spellings, and the values that are derived from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The index arrays for linear attention's convolution are compared with a loop over tokens."""
+"""The arrays of indices for the convolution of linear attention are compared with a loop over
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
 def walk(lengths: list[int]) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the names of each token's inputs, and of each request's last inputs."""
+    """Return the names of the convolution's inputs for each token, and of the last inputs of each
+    request.
+    """
     inputs, last, token = [], [], 0
     for request, length in enumerate(lengths):
         seen = [f"state {request} {i}" for i in range(WIDTH - 1)]

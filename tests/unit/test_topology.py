@@ -1,4 +1,4 @@
-"""Laws of the layout, and the groups of well-known deployments."""
+"""Laws of the layout of ranks in groups, and the groups of well-known deployments."""
 
 from __future__ import annotations
 

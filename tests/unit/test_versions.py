@@ -1,4 +1,6 @@
-"""Tests of the table of torch_npu's release series, their extras, and the report of their tests."""
+"""The table of torch_npu's release series, the extras to install them, and the report of their
+tests.
+"""
 
 from __future__ import annotations
 

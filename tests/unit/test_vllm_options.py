@@ -1,4 +1,4 @@
-"""vLLM's options become keys of the configuration."""
+"""Options of vLLM are translated to keys of the configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODEL = "models/tiny-qwen3"
 
 
 class TorchType:
-    """A stand-in for ``torch.bfloat16``: ``str`` gives the same text. torch is not imported."""
+    """Stands for ``torch.bfloat16``, so that torch is not imported. ``str`` gives the same text."""
 
     def __str__(self) -> str:
         return "torch.bfloat16"

@@ -1,5 +1,5 @@
-// A program that uses adxl::AdxlEngine as its standard input says: one call for each line. The answer
-// is one line: the status, values, and after a tab the text of the error.
+// A program that makes calls of adxl::AdxlEngine. Each line of its standard input is one call. It
+// answers each call with one line: the status, the values, a tab, and the text of the error.
 #include "adxl/adxl_engine.h"
 
 #include <acl/acl.h>

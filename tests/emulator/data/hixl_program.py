@@ -1,5 +1,6 @@
-"""A program that uses CANN's Python package ``hixl``. Each line of its standard input is an
-expression, which may also assign a name; each line of its output is the value.
+"""A program that uses CANN's Python package ``hixl``. Each line of its standard input is a Python
+expression, which can also assign a variable. Each line of its output is the value of one
+expression.
 """
 
 import ctypes

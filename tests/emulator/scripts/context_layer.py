@@ -1,9 +1,9 @@
-"""Every rank runs this script. The script captures two layers of attention, with a sharded cache
-and with a whole cache.
+"""Every rank runs this script. It captures two layers of attention, once with a sharded cache and
+once with a cache that is not sharded.
 
 The script prints a list. Each entry contains the kind of attention, the number of tokens, whether
-the cache is sharded, and four numbers: operators and collectives per layer, unaligned views among
-the inputs of launches, and launches on the AI CPU. Arguments: tp pcp dcp.
+the cache is sharded, and four counts: operators per layer, collectives per layer, unaligned views
+among the inputs of launches, and launches on the AI CPU. Arguments: tp pcp dcp.
 """
 
 import json

@@ -1,8 +1,10 @@
-"""One decode step of a small Qwen3-shaped model, captured once and replayed: times and tokens.
+"""Captures one decode step of a small model with Qwen3's architecture, replays it, and prints times
+and tokens.
 
     python tests/emulator/scripts/decode_step.py [batch ...]
 
-Prints the milliseconds of a replay with updated attention lengths, and of a replay without updates.
+Prints the milliseconds of a replay in which attention lengths are updated, and of one without
+updates.
 """
 
 import sys
@@ -89,8 +91,8 @@ class Model:
 
 
 def fast_ms(action, count: int = 60) -> float:
-    """Return the 10th percentile of the times, which is close to the true time even on a loaded
-    machine.
+    """Return the 10th percentile of the times of ``count`` actions, in milliseconds. It is close to
+    the true time even on a busy machine.
     """
     times = []
     for _ in range(count):

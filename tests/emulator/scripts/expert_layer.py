@@ -3,9 +3,10 @@
 The script compares the results with a float32 computation on the CPU, in which every expert
 computes every token.
 
-The script prints one JSON object: the errors of each check, and digests of captures. A failed check
-raises no exception, so that all ranks run the same collectives. Arguments: tp dp [algorithm of
-MC2]; with an algorithm, the script tests only the exchange by MC2.
+The script prints one JSON object: the errors of each check, and digests of the captures. A failed
+check raises no exception, so that this rank still runs the same collectives as the others.
+Arguments: tp dp [algorithm of MC2]. If an algorithm is given, the script tests only the exchange by
+MC2.
 """
 
 import json
@@ -38,7 +39,7 @@ ALGORITHM = sys.argv[3] if len(sys.argv) > 3 else "fullmesh"
 MC2 = next(p for p in MC2_OPERATORS if p.name == "A2" and p.algorithm == ALGORITHM)
 KINDS = ("all_gather", "all_to_all", "mc2") if len(sys.argv) == 3 else ("mc2",)
 # For each batch: the number of rows, and the number of live tokens on each data-parallel rank (all
-# rows, some, or none). Some numbers of rows are multiples of tp, others are not.
+# rows, some of them, or none). Only some of these numbers of rows are multiples of tp.
 BATCHES = [(6, (6, 4)), (5, (1, 5)), (7, (3, 0)), (1, (1, 0))]
 
 dist.init_process_group("hccl")
@@ -66,7 +67,7 @@ def place(t):
 
 
 def int8(weights):
-    """Return int8 layers for float weights [experts, out, in] or [out, in]."""
+    """Return quantised int8 layers, made from float weights [experts, out, in] or [out, in]."""
     pairs = [quantise(w.float()) for w in weights.reshape(-1, *weights.shape[-2:])]
     values, scales = (torch.stack(parts).transpose(1, 2) for parts in zip(*pairs, strict=True))
     if weights.dim() == 2:
@@ -104,7 +105,9 @@ def make_layer(factor=4.0, with_shared=True, side=None, product=floats):
 
 
 def batch(seed, n, live, dp_rank=None):
-    """Return x [n, hidden] and slots [n] of a data-parallel rank. Padding rows contain junk."""
+    """Return x [n, hidden] and slots [n] of a data-parallel rank. Rows from ``live`` on are padding
+    with junk.
+    """
     x = random(100 * seed + (groups.dp_rank if dp_rank is None else dp_rank), n, HIDDEN).half()
     slots = torch.arange(n, dtype=torch.int32)
     x[live:], slots[live:] = 100.0, -1
@@ -144,7 +147,9 @@ def expect_dense(what, out, x, live, with_shared=True, tolerance=1e-2):
 
 
 def expect_load(what, tally, total):
-    """Check the counted load. Without a mask, an exchange counts padding, and is not checked."""
+    """Check that ``tally`` has counted ``total`` tokens. An exchange without a mask counts padding,
+    too, so it is not checked.
+    """
     if MC2.takes_mask:
         expect(what, tally.tolist() == [total, 0], f"{tally.tolist()} not {total}")
 
@@ -154,7 +159,9 @@ def new_tally():
 
 
 def load(seed, n, lives):
-    """Return how many tokens of all data-parallel ranks this rank's experts compute."""
+    """Return the load of this rank's experts: the number of choices of them by the tokens of all
+    data-parallel ranks.
+    """
     counts = np.zeros(EXPERTS, np.int64)
     for dp_rank in range(DP):
         chosen = choices(batch(seed, n, lives[dp_rank], dp_rank)[0][: lives[dp_rank]])[1]
@@ -174,7 +181,7 @@ def run_eagerly(kind):
 
 
 def run_captured(kind):
-    # Two successive layers: the second layer may use memory that the first layer has freed.
+    # Capture two layers in a row: the second layer may use memory that the first layer has freed.
     side, n, total = SideStream(), 5, 0
     layers = [make_layer(side=side), make_layer(side=side)]
     x, slots = (t.npu() for t in batch(0, n, n))
@@ -202,7 +209,7 @@ def run_captured(kind):
 
 
 def count_entries(graph):
-    """Return the number of operators of two layers on each lane, beginning with the main lane."""
+    """Return the number of operators on each lane of a graph, the main lane first."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         graph.debug_dump(file.name)
         nodes = json.loads(Path(file.name).read_text())
@@ -238,15 +245,18 @@ def run_in_int8(kind):
         x.copy_(given[0])
         slots.copy_(given[1])
         graph.replay()
-        # Each of three quantised inputs and weights adds noise of about 1 %. The results have a
-        # standard deviation of 0.8. The tolerance covers the largest error of hundreds of results.
+        # Three quantisations, of inputs and of weights, add noise of about 1 % each. The results
+        # have a standard deviation of 0.8. The tolerance allows for the largest error among
+        # hundreds of results.
         expect_dense(f"int8 {kind}", out, given[0], live, tolerance=0.1)
         eager = alone(x, slots, ExpertStep(kind))
         expect(f"int8 {kind}", torch.equal(out[:live].cpu(), eager[:live].cpu()), "other bits")
 
 
 def run_overflow():
-    """All tokens of a rank choose the same experts, whose capacity is too small for all tokens."""
+    """Check a step in which all tokens of a rank choose the same experts, which exceeds their
+    capacity.
+    """
     layer, n, live = make_layer(factor=1.0), 96, 90
     x, slots = batch(0, n, live)
     x[:live] = x[0]

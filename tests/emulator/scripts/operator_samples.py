@@ -1,10 +1,10 @@
-"""Run torch's own samples of its operators on the CPU and on the emulator, and print one verdict
-per line.
+"""Runs operators with torch's own sample inputs on the CPU and on the emulator, and prints one
+verdict per line.
 
-Arguments: the maximum number of samples of each operator and type, then names of operators. A line
-is "VERDICT" and a JSON list: name, type, number of equal samples, who refused samples (operators of
-CANN, or torch_npu), errors. If an operator stops the device, the script ends; the caller starts the
-script again with the next operator.
+Arguments: the largest number of samples for each operator and type, then the names of operators. A
+verdict is "VERDICT" and a JSON list: name, type, number of samples with equal results, what refused
+samples (names of CANN's operators, or torch_npu), and errors. If an operator stops the device, the
+script ends. The caller then starts the script again with the next operator.
 """
 
 import json
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 warnings.filterwarnings("ignore")
 TYPES = [torch.float32, torch.int64, torch.bool]
-# The terms of a float32 sum may be added in another order.
+# The emulator may add the terms of a float32 sum in another order than torch.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 REFUSALS = (
     r"(aclnn\w+): (?!null)",
@@ -27,7 +27,7 @@ REFUSALS = (
     r"GE operator (\w+)",
     r"(acl\w+) or \w+ not in libopapi.so",
 )
-# Words of errors that torch or torch_npu raises before any operator is launched.
+# Words by which errors are known that torch or torch_npu raises before it launches any operator.
 FRONT = (
     "not supported|[Uu]nsupported|[Ee]xpected|[Nn]ot [Ii]mplemented|[Cc]ould not run|"
     "does not support|must be|should be|only support|don't|doesn't"

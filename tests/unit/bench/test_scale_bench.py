@@ -1,4 +1,4 @@
-"""The bench of large groups runs; its times are not checked."""
+"""The bench of large groups runs. The test does not check its times."""
 
 from __future__ import annotations
 

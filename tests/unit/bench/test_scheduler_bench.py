@@ -1,4 +1,4 @@
-"""The bench of the scheduler runs; its times are not checked."""
+"""The bench of the scheduler runs. The test does not check its times."""
 
 from __future__ import annotations
 

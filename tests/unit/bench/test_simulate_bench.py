@@ -1,4 +1,4 @@
-"""Tests of the bench that compares a deployment with its simulation: its load and its verdict."""
+"""The bench that compares a deployment with its simulation: its requests and its verdict."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_steps_must_be_equal_and_seconds_close(case, changes, names):
 def test_others_come_during_the_first_step_and_share_contexts():
     first, *others = draw(4, 1, SHARED.shared_tokens)
 
-    # the first prompt needs more than one step
+    # this prompt needs more than one step
     assert first.arrival_s == 0 and first.prompt_tokens > 512
     assert all(other.arrival_s > 0 for other in others)
     assert [other.shared for other in others] == [0, 1, 0, 1]

@@ -1,4 +1,4 @@
-"""Tests of the workloads of benches, and of the calculations with their results."""
+"""The workloads of benches, and the calculations with the results of benches."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_nothing_replayed_is_nothing_padded() -> None:
 
 
 def test_a_ratio_compares_within_each_round() -> None:
-    # The machine becomes ten times slower in each round, so a ratio of medians over all rounds
-    # would be meaningless.
+    # In this example, the machine becomes ten times slower in each round. So a ratio of medians
+    # over all rounds would be meaningless.
     assert paired_ratio([10.0, 100.0, 1000.0], [5.0, 50.0, 500.0]) == 2.0
 
 
@@ -90,8 +90,8 @@ def test_the_first_request_of_a_batch_ends_first() -> None:
 def test_every_request_counts_once_in_every_whole_step(
     places: list[int], num_steps: int, num_tokens: int
 ) -> None:
-    # In every step, each of four requests gets one delivery. Successive deliveries of a step are
-    # 1/1000 of a step apart.
+    # In every step, each of four requests gets one delivery. Within a step, deliveries follow each
+    # other after 1/1000 of a step.
     deliveries = [
         [Delivery(step + place / 1000, num_tokens) for step in range(num_steps)] for place in places
     ]

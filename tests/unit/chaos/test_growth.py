@@ -1,4 +1,6 @@
-"""Lasting growth of memory is distinguished from noise, and from growth when a run begins."""
+"""Memory that grows all the time is distinguished from noise, and from memory that grows only when
+a run begins.
+"""
 
 from __future__ import annotations
 

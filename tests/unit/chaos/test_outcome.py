@@ -1,4 +1,4 @@
-"""Tests how the outcome of a run with faults is computed from the clients' responses."""
+"""The outcome of a run with faults, as computed from the responses that clients got."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_where_no_group_was_missed_nothing_is_said_of_a_recovery() -> None:
 
 def test_the_last_stream_says_when_tokens_came_again() -> None:
     streams = [replace(WANTED, times_s=list(times)) for times in (
-        (9.0, 10.4, 10.6, 14.0),  # the pause at the end has another reason
+        (9.0, 10.4, 10.6, 14.0),  # the pause at the end has nothing to do with the fault
         (9.0, 10.1, 12.5, 12.6),
         (9.0, 10.2, 12.0),
         (9.0, 9.5),  # ended before the fault

@@ -1,4 +1,4 @@
-"""The figures of ``make bench-overload``, computed from artificial replies."""
+"""``make bench-overload`` computes the right figures from artificial replies."""
 
 import pytest
 

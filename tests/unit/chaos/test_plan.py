@@ -1,4 +1,4 @@
-"""Equal seeds give equal plans of faults."""
+"""The same seed always gives the same plan of faults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every deployment in configs/ has a plan. For large deployments, the tests check memory, streams
-and exchanges.
+"""Every deployment in configs/ can be planned. For large deployments, the tests check memory,
+streams and exchanges.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _known_plan(name: str, overrides: str) -> dict[str, Any]:
 
 
 def kinds(report: dict[str, Any]) -> dict[str, int]:
-    """Return, for each kind of exchange, the number of tokens of its largest batch."""
+    """Return, for each kind of exchange in a report, the number of tokens of its largest batch."""
     return {entry["kind"]: entry["last"] for entry in report["exchanges"]}
 
 
@@ -97,11 +97,12 @@ def test_a_large_deployment_serves_many_requests_of_full_length(name: str) -> No
 @pytest.mark.parametrize(
     ("name", "num_layers", "elements"),
     [
-        # Layers with linear attention keep no keys; one layer of the next-token module keeps keys.
-        # A rank has one KV head of 256 elements.
+        # Number of layers that keep keys, and number of elements of each token. Layers with linear
+        # attention keep no keys; the layer of the next-token module does. A rank has one KV head of
+        # 256 elements, with key and value.
         (QWEN3_5, 60 // 4 + 1, 2 * 256),
         (NEXT, 48 // 4 + 1, 2 * 256),
-        # A token keeps the latent, the rotated key, and the indexer's key.
+        # In each layer, a token keeps its latent, its rotated key, and the indexer's key.
         (GLM5, 78 + 1, 512 + 64 + 128),
         (V32, 61 + 1, 512 + 64 + 128),
         (K2, 61, 512 + 64),
@@ -115,8 +116,8 @@ def test_a_token_takes_the_bytes_of_its_layers(name: str, num_layers: int, eleme
 
 @pytest.mark.parametrize(
     ("name", "num_layers", "heads", "channels"),
-    # Number of value heads, and of channels of the convolution, on one rank. QWEN3_5 has 8 ranks,
-    # NEXT has 4 ranks.
+    # On one rank: number of value heads, and number of channels of the convolution. QWEN3_5 has 8
+    # ranks, and NEXT has 4.
     [
         (QWEN3_5, 45, 64 // 8, (2 * 16 + 64) * 128 // 8),
         (NEXT, 36, 32 // 4, (2 * 16 + 32) * 128 // 4),
@@ -130,8 +131,8 @@ def test_states_are_a_part_of_the_memory(
     rows = load_config(CONFIGS / f"{name}.yaml").scheduler.max_num_seqs
     parts = {part["name"]: part["bytes"] for part in report["memory"]["parts"]}
 
-    # There are slots for the states after each row's last token and after its draft, and a
-    # checkpoint for each row.
+    # One slot is for padding. Each row has two slots, for the states after its last token and after
+    # its draft, and one checkpoint.
     assert states["num_slots"] == 1 + 2 * rows + rows
     assert states["bytes_per_slot"] == num_layers * (heads * 128 * 128 + 3 * channels) * 2
     assert parts["states"] == states["num_slots"] * states["bytes_per_slot"]
@@ -178,10 +179,11 @@ def test_shards_hold_longer_contexts_and_more_requests_on_the_same_npus(name: st
     assert ranks == [report["layout"]["world_size"]] * 2
     assert (whole["dcp"], whole["pcp"]) == (1, 1)
     assert shared["bytes_per_token"] * shared["dcp"] == whole["bytes_per_token"]
-    # The ratios are not exact, because the memory of eager steps and of buffers differs.
+    # The ratio is not exactly 1, because the two deployments need different memory for eager steps
+    # and buffers.
     assert 0.9 < shared["tokens"] / (whole["tokens"] * shared["dcp"]) < 1.2
     assert shared["requests"] >= 0.9 * whole["requests"] * shared["dcp"]
-    # The configuration file and the page contain the numbers that the plan prints.
+    # The configuration file and the documentation page contain the numbers that the plan prints.
     for page in (CONFIGS / f"{name}.yaml", CONFIGS.parent / "docs" / "use" / "contexts.md"):
         said = set(re.findall(r"\d[\d,]*\b", page.read_text(encoding="utf-8")))
         for each in (shared, whole):
@@ -202,7 +204,7 @@ def test_ranks_of_spread_experts_have_a_domain_for_tp_and_one_for_ep(name: str) 
     layout, rank = report["layout"], report["ranks"][-1]
 
     assert [len(domain) for domain in rank["domains"]] == [layout["ep"], layout["tp"], layout["ep"]]
-    # in FFTS mode, a domain uses two streams
+    # in FFTS mode, each domain uses two streams
     assert rank["taken"]["communication domains"] == 3 * 2
     assert len(layout["lockstep_groups"]) == 1
 
@@ -368,8 +370,8 @@ def test_pieces_are_planned_on_an_a3_as_the_last_formula_plans_them() -> None:
     }
 
     assert buckets["legacy-last"] == 3
-    # The calibrated model counts HCCL's lane in each graph, but the formula does not count this
-    # lane.
+    # The calibrated budget model counts HCCL's lane in each graph. The formula of the last release
+    # does not.
     assert buckets["calibrated"] == 2
 
 
@@ -378,7 +380,7 @@ def test_chips_differ_in_exchange_and_in_streams_of_hccl() -> None:
 
     assert a2["ranks"][0]["taken"]["communication domains"] == 2 + 2 + 2
     assert a3["ranks"][0]["taken"]["communication domains"] == 7 + 15 + 15
-    assert price(a3) == price(a2)  # on both chips, a graph uses two streams for a domain
+    assert price(a3) == price(a2)  # on both chips, a graph uses two streams for each domain
     assert "an Ascend910_9391" in " ".join(a3["assumptions"])
     # MC2 accepts 256 tokens per rank on an A2 with fullmesh, and 512 tokens per rank on an A3.
     more = {

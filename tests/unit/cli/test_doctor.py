@@ -1,4 +1,4 @@
-"""Tests of doctor's findings on a machine without NPUs, such as the head of a cluster."""
+"""The findings of ``doctor`` on a machine without NPUs, such as the head of a cluster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_an_npu_needs_a_cann_with_hixl_if_the_transport_says_so(
     names = {finding.name for finding in machine_findings()}
     [found] = [each for each in machine_findings(uses_hixl=True) if each.name not in names]
     assert found.name == "kv.transport=hixl" and found.is_ok and "emulated" in found.found
-    # Another test of this process may have loaded the emulator, whose folder has the package, too.
+    # Another test of this process may have loaded the emulator, whose folder also contains this
+    # package.
     monkeypatch.delitem(sys.modules, "hixl", raising=False)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if not (Path(p) / "hixl").exists()])
     missing = hixl_finding(["davinci0"])

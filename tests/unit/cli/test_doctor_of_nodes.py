@@ -1,4 +1,4 @@
-"""The findings of ``doctor --cluster`` for consistent nodes, and for nodes with one fault."""
+"""The findings of ``doctor --cluster``: for nodes that fit together, and for nodes with a fault."""
 
 from __future__ import annotations
 

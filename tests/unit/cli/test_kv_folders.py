@@ -1,4 +1,4 @@
-"""Tests of doctor's findings about the folders for copies of KV."""
+"""The findings of ``doctor`` about the folders for copies of KV."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOUNTS = """\
 
 @pytest.fixture
 def mounts(tmp_path: Path) -> Path:
-    """Return a list of mounts in which the test's folder is in memory."""
+    """Return a list of mounts. In this list, the test's folder is a file system in memory."""
     path = tmp_path / "mountinfo"
     path.write_text(f"{MOUNTS}40 22 0:40 / {tmp_path} rw - tmpfs tmpfs rw\n")
     return path

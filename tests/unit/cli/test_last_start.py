@@ -1,4 +1,4 @@
-"""The findings of doctor on the graphs of the last start."""
+"""The findings of ``doctor`` about the graphs of the last start."""
 
 from __future__ import annotations
 

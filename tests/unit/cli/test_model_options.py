@@ -1,4 +1,4 @@
-"""Options of vLLM on a command line."""
+"""Options of vLLM that the command line accepts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def command(
 
 
 def load(*arguments: str) -> Config:
-    """Return the configuration that arguments describe, or raise ConfigError."""
+    """Return the configuration that the arguments give, or raise ConfigError."""
     result = CliRunner().invoke(cli, list(arguments), catch_exceptions=False)
     if result.exit_code:
         raise ConfigError(result.stderr)

@@ -1,4 +1,4 @@
-"""The findings of doctor on a host with NPUs: for a complete host, and for hosts with one fault."""
+"""The findings of ``doctor`` on a host with NPUs: without a fault, and with one fault each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NPUS = ["davinci0", "davinci1"]
 
 @pytest.fixture
 def host(tmp_path: Path) -> HostFiles:
-    """A host with all files and devices that doctor checks."""
+    """A folder that looks like a host with all files and devices that ``doctor`` checks."""
     files = HostFiles(
         *(tmp_path / name for name in ("dev", "etc", "version.info", "node", "hccn_tool"))
     )
@@ -65,7 +65,7 @@ def test_a_missing_device_node_is_named_with_the_option_of_the_container(host: H
 def test_a_device_that_the_user_may_not_open_is_named_with_its_group(
     host: HostFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The test replaces os.access, because root can open files of any mode.
+    # The test replaces os.access, because root can open a file whatever its mode is.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "davinci1")
 
     finding = look(host)["device access"]

@@ -1,4 +1,4 @@
-"""Tests of the owner of a service whose terminal is closed."""
+"""The owner of a service goes on when the service's terminal is closed."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def test_a_closed_terminal_is_no_failure_of_a_service_that_drains() -> None:
         os.close(terminal)
         _say(console, "Draining ...")
         _say(console, "Stopped.")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), side)  # the buffer is written when it is closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), side)  # the file is flushed to here

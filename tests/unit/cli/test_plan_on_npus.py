@@ -21,7 +21,7 @@ DEEPSEEK = str(CONFIGS / "tiny-deepseek.yaml")
 
 @pytest.fixture(autouse=True)
 def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of device nodes; it contains eight NPUs."""
+    """A folder in place of /dev. It contains the device files of eight NPUs."""
     monkeypatch.setattr(kind, "DEV", tmp_path)
     for number in range(8):
         (tmp_path / f"davinci{number}").touch()

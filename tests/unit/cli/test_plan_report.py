@@ -1,4 +1,4 @@
-"""Tests of the report of `dist-aclgraph plan`: its numbers, its reasons, and refusals."""
+"""The report of `dist-aclgraph plan`: its numbers, its reasons, and refusals."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def make(checkpoint: Path, **sections: dict[str, Any]) -> Config:
-    # The budget model is a documented formula whose prices are easy to compute. There are no lazy
-    # graphs, unless a test requests them.
+    # This budget model is a documented formula with prices that are easy to compute by hand. Lazy
+    # graphs are off, unless a test wants them.
     graph = {"budget_model": "legacy-last", "lazy": "off", **sections.pop("graph", {})}
     raw = {"model": str(checkpoint), "parallel": {"tp": 2, "dp": 2}, "graph": graph, **sections}
     return make_config(raw)
 
 
 def buckets_of(report: dict[str, Any]) -> list[list[int]]:
-    """Return the buckets of each group's plan, which has one family."""
+    """Return the buckets of the plan in ``report``, which has only one family."""
     return [plan["families"][0]["buckets"] for plan in report["plans"]]
 
 
@@ -78,8 +78,8 @@ def test_the_report_prices_buckets_for_each_rank(checkpoint: Path) -> None:
 
     assert report["layout"]["lockstep_groups"] == [[0, 1], [2, 3]]
     assert buckets_of(report) == [[1, 2, 4, 8, 16, 24, 32]] * 2
-    # With tp 2 and dp 2, a graph needs 1 + 2 x 2 streams. In addition, tp costs 40 streams once,
-    # and dp costs 40 streams once.
+    # With tp 2 and dp 2, a graph needs 1 + 2 x 2 streams. In addition, tp and dp each cost 40
+    # streams once.
     assert report["graph"]["families"][0]["price_per_bucket"] == 5
     assert report["graph"]["fixed_price"] == 80
     rank = report["ranks"][3]
@@ -97,7 +97,7 @@ def test_kv_blocks_come_from_memory_or_from_the_configuration(checkpoint: Path) 
     by_number = plan_report(make(checkpoint, kv={"num_blocks": 10}))["kv"]
 
     assert by_memory["bytes_per_block"] == 131072
-    # for all requests at their maximum length
+    # enough for all requests at their maximum length
     assert by_use["num_blocks"] == 32 * (2048 // 128) + 1
     assert by_memory["num_blocks"] == 5_000_000 // 131072
     assert by_number["bytes"] == 10 * 131072 and by_number["tokens"] == 9 * 128
@@ -110,8 +110,8 @@ def test_copies_of_a_block_take_the_bytes_of_all_ranks_with_different_heads(
         kv = {"disk": "/x", "disk_gib": 2.0, **kv}
         return plan_report(make(checkpoint, parallel={"tp": tp, "dp": 1}, kv=kv))["kv"]["copies"]
 
-    # Two ranks have one of two heads each, four ranks have copies of them. A file has 36 bytes more
-    # than the block.
+    # There are two heads. Two ranks have one head each; four ranks have copies of the same heads,
+    # which add no bytes. A file has 36 bytes more than its block.
     tokens = (1 << 30) // (2 * (131072 + 36)) * 128
     assert copies(2, host_gib=1.0)["memory"] == {"tokens": tokens}
     assert copies(4, host_gib=1.0)["memory"] == {"tokens": tokens}
@@ -166,7 +166,7 @@ def test_room_for_contexts_is_compared_with_that_of_the_same_npus_without_sharin
     ]
 
     assert report["kv"]["tokens"] == 9 * 128 * 4
-    assert context["request_tokens"] == 2048  # the whole context of the model
+    assert context["request_tokens"] == 2048  # the model's maximum context length
     assert rows == [[2, 4, 1, 9 * 128 * 4, 2048, 2], [1, 1, 2, 9 * 128, 9 * 128 + 1, 0]]
     assert plan_report(make(checkpoint))["context"] is None
 
@@ -285,7 +285,9 @@ def test_hundreds_of_equal_ranks_are_shown_in_a_few_lines_without_comparing_each
     checkpoint: Path,
 ) -> None:
     def show(dp: int) -> tuple[str, int]:
-        """Return the report, and how many function calls were needed to make it."""
+        """Return the text of a plan with ``dp`` data-parallel ranks, and the number of function
+        calls that made it.
+        """
         config = make(
             checkpoint,
             parallel={"tp": 2, "dp": dp},
@@ -328,8 +330,8 @@ def test_the_report_says_how_tokens_travel_to_their_experts_and_why(checkpoint: 
     out = io.StringIO()
     render_plan(report, Console(file=out, width=200))
 
-    # For at least 12 rows, MC2 saves at least 2 MiB. For 171 rows, MC2's buffer would need
-    # 171 x (64 + 4) x 8320 bytes + 8 MB, which is more than 100 MB.
+    # With 12 rows or more, MC2 saves at least 2 MiB of traffic. With 171 rows, MC2's buffer would
+    # need 171 x (64 + 4) x 8320 bytes + 8 MB, which is more than 100 MB.
     kinds = [(entry["first"], entry["last"], entry["kind"]) for entry in report["exchanges"]]
     assert kinds == [(1, 22, "all_gather"), (23, 340, "mc2"), (341, 512, "all_to_all")]
     assert "Experts for 341 to 512 tokens: all_to_all; it moves" in out.getvalue()
@@ -431,7 +433,8 @@ def test_the_report_has_the_states_of_linear_attention(
     report = plan_hybrid(checkpoint, tp, drafts, checkpoints=10)
 
     slots = 1 + 32 * (drafts + 1) + 10
-    # A slot has 8192 channels x 3 inputs, and 32 matrices, in bfloat16, for 36 layers.
+    # For each of 36 layers, a slot has 3 inputs of 8192 channels, and 32 matrices of 128 x 128, in
+    # bfloat16.
     slot = 36 * (8192 * 3 + 32 * 128 * 128) * 2 // tp
     assert report["states"] == {
         "num_slots": slots, "bytes_per_slot": slot, "bytes": slots * slot,

@@ -1,4 +1,4 @@
-"""``doctor`` reads the output of the driver's hccn_tool; here, a shell script replaces the tool."""
+"""``doctor`` reads the output of the driver's hccn_tool. A shell script replaces it here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``dist-aclgraph run`` prints the answers of a deployment, which a stub replaces."""
+"""``dist-aclgraph run`` prints the answers of a deployment. A stub replaces the deployment here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dist_aclgraph.sampling import SamplingParams
 
 
 class StubLLM:
-    """Answers each prompt with the prompt's upper case."""
+    """Answers each prompt with the prompt in upper case."""
 
     def report(self) -> dict[str, Any]:
         return {}

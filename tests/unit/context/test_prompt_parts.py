@@ -1,4 +1,4 @@
-"""Laws of attention in chunks: each query sees each key up to its own position exactly once."""
+"""Law of attention in chunks: each query sees each key up to its own position exactly once."""
 
 from collections import Counter
 from itertools import pairwise
@@ -15,7 +15,7 @@ STEPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, 
 
 
 def seen_keys(part: Part, query_of: np.ndarray) -> Counter[tuple[int, int, int]]:
-    """Count how often launches compute each (query token, request, position of a key)."""
+    """Count, for each (query token, request, position of a key), how often launches compute it."""
     seen: Counter[tuple[int, int, int]] = Counter()
     for chunk in part.chunks:
         for launch in chunk.launches:

@@ -1,4 +1,6 @@
-"""Laws: if ranks split prompts, every token runs once, and all ranks have about equal work."""
+"""Laws: if ranks split prompts, every token is computed exactly once, and all ranks have about
+equal work.
+"""
 
 import numpy as np
 from hypothesis import given
@@ -72,8 +74,8 @@ def test_shares_of_a_prompt_cost_the_same_under_causality(
     lens = np.array([context]), np.array([length])
     work = [share_of_work(pieces, *lens) for pieces in split.pieces]
     assert sum(work) == length * context + length * (length + 1) // 2
-    # The lengths of two chunks differ by at most one token, and a token attends to at most
-    # length + context keys.
+    # Each rank has two chunks. The lengths of chunks differ by at most one token, and a token
+    # attends to at most length + context keys.
     assert max(work) - min(work) <= 4 * (length + context)
 
 

@@ -1,5 +1,5 @@
-"""Laws of sharded caches: each token has one owner, lengths of shards add up, and no two tokens
-share a slot.
+"""Laws of sharded caches: each token is in exactly one shard, the lengths of all shards add up to
+the request's length, and no two tokens share a slot.
 """
 
 import numpy as np
@@ -39,7 +39,9 @@ def test_a_shard_has_nothing_of_requests_up_to_its_first_position(
 def test_a_shard_keeps_its_tokens_in_order_at_the_front_of_its_blocks(
     shards: Shards, length: int, random: np.random.Generator
 ) -> None:
-    """With a shard's block table and length, attention attends to exactly the shard's tokens."""
+    """So attention, which reads the slots of the block table up to the shard's length, reads
+    exactly the shard's tokens.
+    """
     num_blocks = -(-length // shards.tokens_per_block)
     ids = list(range(1, num_blocks + 1))
     random.shuffle(ids)

@@ -1,4 +1,4 @@
-"""Laws of Arena: no two owners have the same byte, and all bytes come back."""
+"""Laws of Arena: no byte belongs to two slots, and all bytes are free again at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ SIZES = st.integers(1, END - START)
 
 @given(st.lists(st.one_of(SIZES, st.floats(0, 1, exclude_max=True)), max_size=60))
 def test_no_byte_has_two_owners(actions: list[int | float]) -> None:
-    """A number of bytes takes a slot; a fraction gives back one of the slots."""
+    """In an action, a number of bytes takes a slot of that size, and a fraction chooses a slot to
+    give back.
+    """
     arena, taken = Arena(START, END), list[Slot]()
     for action in actions:
         if isinstance(action, float):

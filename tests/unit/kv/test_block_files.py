@@ -1,4 +1,4 @@
-"""A file returns the contents that were written, and a folder never exceeds its limit."""
+"""A read of a file returns what was written, and a folder never exceeds its limit of bytes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_block_is_read_as_it_was_written(files: BlockFiles) -> None:
 
 
 def test_many_buffers_are_moved(tmp_path: Path) -> None:
-    """Linux moves at most 1,024 buffers in one system call."""
+    """More than 1,024 buffers are read or written: Linux moves at most 1,024 in one system call."""
     files = BlockFiles(tmp_path, tmp_path / "rank", 1 << 20)
     data = os.urandom(3000)
     assert files.write(name(1), [memoryview(data)[i : i + 1] for i in range(3000)])
@@ -140,14 +140,14 @@ def test_a_block_that_was_used_after_the_survey_is_kept(files: BlockFiles) -> No
     for number in range(10):
         files.write(name(number), contents(number))
         use_time(files, number, 1000.0 + number)
-    files.write(name(10), contents(10))  # deletes block 0; block 1 is the next
+    files.write(name(10), contents(10))  # deletes block 0; block 1 would be the next
     files.read(name(1), room())
     files.write(name(11), contents(11))
     assert files.has(name(1)) and not files.has(name(2))
 
 
 def test_files_of_others_below_the_root_are_not_deleted(files: BlockFiles, tmp_path: Path) -> None:
-    """The root can be a folder that has other files, too."""
+    """A user may choose a root that also has other files."""
     for place in ("letter.txt", "model/rank/letter", "photos/1.part"):
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place).write_bytes(bytes(FILE))
@@ -191,8 +191,8 @@ def test_a_process_that_was_stopped_does_not_name_the_file_of_another_one(
     unfinished = files.path_of(name(1)).with_suffix(".part")
 
     def write_late(fd: int, buffers: list[memoryview]) -> int:
-        unfinished.unlink()  # another process finds the file abandoned,
-        unfinished.write_bytes(b"half")  # and begins to write the block
+        unfinished.unlink()  # another process finds the unfinished file, deletes it,
+        unfinished.write_bytes(b"half")  # and begins to write the same block
         return real(fd, buffers)
 
     monkeypatch.setattr(os, "writev", write_late)
@@ -275,7 +275,9 @@ def test_a_file_is_copied_from_another_folder(files: BlockFiles, tmp_path: Path)
 def test_law_of_files(
     tmp_path_factory: pytest.TempPathFactory, limit: int, steps: list[tuple[str, int]]
 ) -> None:
-    """The bytes equal their count, within the limit, and a read returns the written contents."""
+    """The bytes in the folder equal the counted bytes and stay within the limit. A read returns
+    what was written.
+    """
     root = tmp_path_factory.mktemp("law")
     (root / "rank").mkdir()
     both = [BlockFiles(root, root / "rank", limit * FILE) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""No operation loses or duplicates blocks, and blocks are reused in the documented order."""
+"""No operation loses a block or gives it away twice. Blocks are reused in the documented order."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ def chain(*blocks: list[int]) -> list[bytes]:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holders allocate and free blocks; reference counts are compared with a simple model."""
+    """Several holders allocate and free blocks. Reference counts are compared with those of a
+    simple model.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(9, block_size=4)
         self.holders: list[list[int]] = []
-        self.content: dict[int, bytes] = {}  # stored hash of each block since its allocation
+        self.content: dict[int, bytes] = {}  # hashes that were stored for blocks
 
     @rule(count=st.integers(0, 9))
     def allocate(self, count: int) -> None:
@@ -107,9 +109,9 @@ def test_a_prefix_survives_its_request_until_blocks_run_out() -> None:
     pool.free(blocks)
 
     assert pool.match(hashes) == blocks
-    pool.allocate(1)  # this takes the block without cached contents
+    pool.allocate(1)  # takes the block that has no cached contents
     assert pool.match(hashes) == blocks
-    pool.allocate(1)  # this evicts the last block of the prefix
+    pool.allocate(1)  # evicts the last block of the prefix
     assert pool.match(hashes) == blocks[:1]
 
 

@@ -1,4 +1,4 @@
-"""Byte formulas are compared with numbers that were computed by hand."""
+"""The formulas for bytes of caches are compared with numbers that were computed by hand."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_each_shard_keeps_its_part_of_a_request_within_a_block(
     kept = spec.total_bytes(spec.blocks_for(num_tokens))
 
     assert part <= kept < part + spec.bytes_per_block
-    # A shard's tokens fit into the shard's blocks.
+    # The tokens of each shard fit into the shard's part of the blocks.
     shards = Shards(spec.block_size, num_shards, interleave)
     for shard in range(num_shards):
         length = shards.lengths(np.array([num_tokens], np.int32), shard).item()
@@ -106,7 +106,7 @@ def test_the_next_token_module_has_a_cache_of_its_own() -> None:
         61,
         62,
         62,
-    ]  # the next-token module adds one layer, for any number of drafts
+    ]  # the next-token module adds one layer, whatever the number of drafts is
 
 
 def test_the_last_token_of_the_longest_request_takes_no_slot() -> None:

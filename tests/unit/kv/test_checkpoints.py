@@ -1,4 +1,6 @@
-"""Checkpoints of recurrent state: where states are copied, and which copy is replaced."""
+"""Checkpoints of recurrent states: the slots to which states are copied, and the copies that are
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ def test_a_checkpoint_leaves_with_its_last_block(leave: str) -> None:
     stored(checkpoints, A, B)
     if leave == "evict":
         pool.free([first, second])
-        pool.allocate(1)  # the later block is evicted first
+        pool.allocate(1)  # evicts the later block first
     elif leave == "condemn":
         pool.condemn([second])
     else:

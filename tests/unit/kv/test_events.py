@@ -1,4 +1,6 @@
-"""A subscriber that applies a prefix cache's events knows exactly the blocks in the cache."""
+"""A subscriber that applies the events of a prefix cache knows exactly which blocks are in the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ ENCODINGS: tuple[Encoding, ...] = ("array", "map")
 
 
 class EventsMachine(RuleBasedStateMachine):
-    """A pool whose events reach a subscriber at random times."""
+    """A pool of blocks whose events reach a subscriber at random times."""
 
     encoding: Encoding = "array"
 

@@ -1,4 +1,6 @@
-"""Laws of the pure functions that say which node of a group has which files, and who reads them."""
+"""Laws of the functions that tell which node of a group has which files, and which node of another
+group reads them.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,12 @@ def layouts(draw: st.DrawFn, kv_heads: int, dcp: int, *, has_state: bool) -> Lay
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[Layout, Layout]:
-    """Return a source and a reader with the same model and the same shards."""
+    """Draw the layouts of a source and of a reader that have the same model and the same number of
+    shards.
+    """
     kv_heads, has_state = draw(st.sampled_from([0, 1, HEADS])), draw(st.booleans())
-    # A head's copies must be enough for its shards: ranks with the same heads share the context.
+    # Ranks with the same head share the context, so each head must have at least as many copies as
+    # there are shards.
     dcp = draw(st.sampled_from([1, 2])) if kv_heads < HEADS else 1
     source, reader = (
         draw(layouts(kv_heads, dcp, has_state=has_state), label=name) for name in ("from", "to")
@@ -72,7 +77,9 @@ def pairs(draw: st.DrawFn) -> tuple[Layout, Layout]:
 
 
 def grains(places: Sequence[CachePlace]) -> list[tuple[int, int]]:
-    """Return the head and shard of each part of the blocks at some places, with repetitions."""
+    """Return (head, shard) for each part of a block that the workers at ``places`` keep, with
+    repetitions.
+    """
     found = []
     for place in places:
         heads = [0]
@@ -83,7 +90,9 @@ def grains(places: Sequence[CachePlace]) -> list[tuple[int, int]]:
 
 
 def held_by(layout: Layout, node_id: str) -> tuple[set[tuple[int, int]], set[int]]:
-    """Return the heads and shards, and the ranks of states, that workers on a node keep."""
+    """Return what the workers on a node keep: (head, shard) of blocks, and the ranks whose states
+    they have.
+    """
     there = [
         layout.files.places[rank % len(layout.files.places)]
         for rank in layout.ranks
@@ -152,7 +161,7 @@ def test_workers_serve_and_fetch_on_all_nodes_but_the_engines(layout: Layout) ->
 def test_all_nodes_of_a_data_parallel_rank_together_read_all_its_files(
     pair: tuple[Layout, Layout],
 ) -> None:
-    """With one node, the node reads all files of the source."""
+    """If the data-parallel rank has only one node, this node reads all files of the source."""
     source, reader = pair
     if source.files.places[0].has_state and source.tp != reader.tp:
         return
@@ -191,7 +200,9 @@ def test_equal_groups_on_equal_numbers_of_nodes_read_only_their_own_parts() -> N
 
 
 def test_nodes_with_the_same_files_are_used_in_turn() -> None:
-    """With latent attention, all workers have the same latents."""
+    """With latent attention, all workers have the same latents, so their files have the same
+    contents.
+    """
     places = places_of(4, 1, 0, has_state=False)
     holders = GroupFiles(places, tuple("aabb")).holders
     found = [routes(places[0], holders, places, turn=turn)[0].blocks[0] for turn in range(4)]

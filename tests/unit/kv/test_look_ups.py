@@ -1,4 +1,4 @@
-"""A disk that hangs delays no step, and files in memory are still found."""
+"""While a disk hangs, no step is delayed, and files in memory are still found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAIT_S = 180.0
 
 
 class World:
-    """A block in memory, and a block on a disk that can hang."""
+    """Look-ups of two blocks: one in memory, and one on a disk that can hang."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -58,7 +58,7 @@ def world() -> Iterator[World]:
 
 
 def settled(answer: Callable[[], bool | None]) -> bool:
-    """Wait for an answer that the disk gives."""
+    """Wait for an answer that comes from the disk."""
     for _ in range(int(WAIT_S / 0.01)):
         if (found := answer()) is not None:
             return found
@@ -94,7 +94,7 @@ def test_a_disk_that_answers_again_is_used_after_a_pause(world: World) -> None:
     world.works.set()
     assert world.ask(FAR)() is False
     world.now_s += PAUSE_S
-    # The thread may not have noticed yet that the disk answers.
+    # The look-up thread may not have noticed yet that the disk answers again.
     assert settled(lambda: settled(world.ask(FAR)) or None)
     assert world.look_ups.num_late == 1
 
@@ -141,7 +141,9 @@ def test_many_questions_delay_the_caller_once(
 
 def test_another_thread_may_end_the_pause(world: World) -> None:
     class Raced(DiskLookUps):
-        """The loop's thread ends the pause after a thread for metrics has seen the pause."""
+        """Simulates two threads: after a thread for metrics has seen the pause, the loop's thread
+        ends it.
+        """
 
         @property
         def _late(self) -> Any:

@@ -1,4 +1,6 @@
-"""A block is read from files of groups that divide the heads among other numbers of ranks."""
+"""A group reads a block from files of groups that divide the heads among a different number of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from dist_aclgraph.kv.other_layouts import HeadPart, OtherLayouts
 NAME, SLOTS, HEADS = bytes(16), 6, 12
 HEAD_BYTES = (4, 2, 4)  # of each tensor
 COUNTS = [1, 2, 3, 4, 6, 12]
-# The block of all heads: for each tensor, [slots, heads, head_bytes].
+# A block with all heads: one array for each tensor, [slots, heads, head_bytes].
 WHOLE = [
     np.random.default_rng(0).integers(0, 256, (SLOTS, HEADS, size), np.uint8) for size in HEAD_BYTES
 ]
 
 
 def blocks_of(count: int) -> list[bytes]:
-    """Return the block of each part, if the heads are divided into ``count`` parts."""
+    """Divide the heads of a block into ``count`` parts; return the part of the block for each."""
     parts = [np.split(tensor, count, axis=1) for tensor in WHOLE]
     return [b"".join(part.tobytes() for part in each) for each in zip(*parts, strict=True)]
 
@@ -36,7 +38,7 @@ def write(root: Path, count: int, *, skip: int | None = None) -> None:
 
 
 def read(root: Path, index: int, count: int) -> bytes | None:
-    """Return what a rank reads; None if it finds nothing."""
+    """Return what rank ``index`` of ``count`` reads; None if it does not find the block."""
     other = OtherLayouts(HeadPart(index, count, HEADS), SLOTS, lambda part: files_of(root, part))
     sizes = [SLOTS * HEADS // count * head_bytes for head_bytes in HEAD_BYTES]
     buffers = [memoryview(bytearray(size)) for size in sizes]

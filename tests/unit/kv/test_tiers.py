@@ -1,4 +1,6 @@
-"""Copies of KV blocks in memory and on disk: which ranks and services share which files."""
+"""Copies of KV blocks in memory and on disk: ranks and services share files only if their contents
+are the same.
+"""
 
 from __future__ import annotations
 
@@ -178,7 +180,9 @@ def test_a_changed_checkpoint_has_another_name(tmp_path: Path) -> None:
 
 
 def test_other_weights_of_the_same_size_and_time_have_another_name(tmp_path: Path) -> None:
-    """Files from archives can all have the same time."""
+    """Files that come from an archive can all have the same time of change, so names must not
+    depend on it alone.
+    """
     names = set()
     for place in ("a", "b"):
         (tmp_path / place).mkdir()
@@ -224,7 +228,7 @@ def test_a_folder_that_others_can_change_is_refused(tmp_path: Path) -> None:
 def test_a_link_that_another_user_has_made_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the service would write and delete files in the folder that the link names."""
+    """Otherwise, the service would write and delete files in the folder to which the link leads."""
     config, target = configure(tmp_path), tmp_path / "mine"
     target.mkdir(mode=0o700)
     host_root(config).symlink_to(target)

@@ -1,4 +1,4 @@
-"""Tests of the decision which fused operators a rank uses, and of its report."""
+"""The choice of the fused operators that a rank uses, and the report of this choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dist_aclgraph.planning.chip import Chip
 
 A2 = Chip("Ascend910B1", "9.1.0")
 NOT_CHOSEN = "not in device.fusions"
-# A width that suits each operator.
+# For each fused operator, a width that it accepts.
 WIDTHS = {fusion.name: fusion.widths[0] if fusion.widths else 1024 for fusion in FUSIONS}
 
 

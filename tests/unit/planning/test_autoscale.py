@@ -1,6 +1,7 @@
-"""Laws of the number of groups.
+"""Laws of the number of groups that autoscaling wants.
 
-The number stays within limits, changes only after a delay, and is constant under a constant demand.
+The number stays within its limits, changes only after a delay, and does not oscillate under a
+constant demand.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def make(**keys: float) -> Autoscaler:
 
 
 def spread(open_requests: int, groups: int) -> Demand:
-    """Return the demand of ``open_requests``; requests wait only if all rows are in use."""
+    """Return the demand of ``open_requests``, of which some wait only if all rows of the groups are
+    in use.
+    """
     running = min(open_requests, ROWS * groups)
     return Demand(groups, running, open_requests - running, ROWS)
 
@@ -31,7 +34,7 @@ def test_a_group_is_added_after_enough_has_waited_for_long_enough():
     scaler = make()
 
     assert [scaler.decide(t, spread(17, 1)) for t in (0.0, 9.0, 10.0)] == [1, 1, 2]
-    # The next group is added only after a further delay of the same length.
+    # The next group is added only after the same delay again.
     assert [scaler.decide(t, spread(40, 2)) for t in (11.0, 20.0, 21.0)] == [2, 2, 3]
 
 

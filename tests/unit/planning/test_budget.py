@@ -1,4 +1,6 @@
-"""The historical formulas give the recorded values, also in the budget models that use them."""
+"""The formulas of earlier releases give the recorded values, both alone and in the budget models
+that use them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def piecewise_family(num_sizes: int = 7) -> GraphFamily:
 
 
 def most(model, families, workload, offer) -> int:
-    """Return how many buckets all limits allow if only the last family has buckets."""
+    """Return the number of buckets that all limits allow if only the last family has buckets."""
     alone = [limit.most(len(families) - 1) for limit in model(workload).limits(families, offer)]
     return min(n for n in alone if n is not None)
 

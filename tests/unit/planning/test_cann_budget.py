@@ -1,5 +1,5 @@
-"""CANN's accounting: how many streams the lanes of a bucket's graphs need, depending on the kind of
-graph and on the domains.
+"""CANN's accounting of streams: the number of streams that the lanes of a bucket's graphs need. It
+depends on the kind of graph and on the communication domains.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def lanes(family: GraphFamily, workload: Workload) -> list[tuple[int, ...]]:
 
 
 def test_lanes_are_as_long_as_dumps_of_captured_graphs_show() -> None:
-    """The lengths were counted on the emulator with 4 layers of Qwen3.
+    """Lengths of lanes are numbers of entries. They were counted on the emulator, for 4 layers of
+    Qwen3.
 
-    A wait for parameters has four entries, and its reset has four entries.
+    A wait for updated parameters has four entries, and so has the reset of the wait.
     """
     alone, pair = Workload(num_layers=4), Workload(num_layers=4, tp=2)
 
@@ -56,7 +57,7 @@ def test_lanes_are_as_long_as_dumps_of_captured_graphs_show() -> None:
 
 
 def test_without_updates_a_bucket_has_a_shorter_graph_for_each_kv_length() -> None:
-    """``make perf-gate`` counts 66 launches in the graph of one length."""
+    """``make perf-gate`` counts 66 launches in the graph of one KV length."""
     padded = Workload(num_layers=4, mode="FULL_AND_PIECEWISE", num_kv_sizes=3)
 
     assert lanes(DECODE, padded) == 3 * [(66,)]
@@ -65,7 +66,7 @@ def test_without_updates_a_bucket_has_a_shorter_graph_for_each_kv_length() -> No
 
 def test_norms_over_the_heads_of_several_ranks_add_entries_before_attention() -> None:
     pair, norms = (Workload(num_layers=4, tp=2, sums_norms=sums) for sums in (False, True))
-    # In each layer, the main lane gets ten operators, a record and a wait, and HCCL's lane gets
+    # In each layer, the main lane gets ten operators, a record and a wait. HCCL's lane gets the
     # four entries of the collective.
     main, side = 10 + 2, 4
 
@@ -141,7 +142,7 @@ def test_an_expert_domain_of_its_own_is_priced_where_experts_run() -> None:
     assert price(DECODE, experts) - price(DECODE, dense) == more
     # The first piece contains only the embedding and no experts.
     assert price(PIECES, experts) - price(PIECES, dense) == 10 * more
-    # With AICPU, a domain uses more streams, but a graph does not need more streams.
+    # With AICPU, a domain itself uses more streams, but its graphs do not need more.
     assert price(PIECES, replace(experts, expansion="AICPU")) == price(PIECES, experts)
 
 
@@ -153,8 +154,8 @@ def test_shards_of_caches_meet_inside_full_graphs_and_between_pieces() -> None:
 
 
 def test_lanes_grow_with_what_shards_exchange() -> None:
-    # The DCP group uses the domain of TP (with_tp) or a separate domain (both). If DCP has the
-    # ranks of PCP (alone), all its ranks have the same heads.
+    # ``with_tp``: the DCP group uses the domain of TP. ``both``: it has a domain of its own.
+    # ``alone``: it has the ranks of PCP, so all its ranks have the same heads.
     with_tp = Workload(num_layers=4, tp=2, dcp=2)
     alone = Workload(num_layers=4, pcp=2, dcp=2)
     both = Workload(num_layers=4, tp=2, pcp=2, dcp=4)
@@ -183,12 +184,12 @@ def test_layers_of_experts_are_longer_lanes() -> None:
     dense = Workload(num_layers=61, tp=8, dp=4, ep=32)
     experts = replace(dense, moe=True)
 
-    # In the dense model, 61 layers have 12 + 10 + 4 entries each. Together with 23 other entries,
-    # these entries fit in one queue. Experts on other ranks add 54 entries to each layer, and 4
-    # entries for exchanges. Then two more queues are needed.
+    # In the dense model, each of 61 layers has 12 + 10 + 4 entries. Together with 23 other entries,
+    # they fit in one queue. Experts on other ranks add, to each layer, 54 entries, and 4 for
+    # exchanges. Then two more queues are needed.
     assert price(DECODE, experts) == price(DECODE, dense) + 2
-    # With all_gather, experts add 25 entries to each layer, and 4 entries for exchanges. Then one
-    # more queue is needed.
+    # With all_gather, experts add, to each layer, 25 entries, and 4 for exchanges. Then one more
+    # queue is needed.
     assert price(DECODE, replace(experts, exchange="all_gather")) == price(DECODE, dense) + 1
 
 
@@ -259,7 +260,7 @@ def test_a_probe_prices_its_family_in_streams_and_bytes() -> None:
     plan = negotiate([offer], [DECODE, PIECES], CALIBRATED(workload))
 
     decode, pieces = plan.families
-    assert decode.buckets in ((4,), (1, 4))  # size 8 needs 800 bytes, 500 are free
+    assert decode.buckets in ((4,), (1, 4))  # size 8 would need 800 bytes, and 500 are free
     assert 7 * len(decode.buckets) + 5 * len(pieces.buckets) <= 26
     (term,) = CALIBRATED(workload).price(DECODE, offer)
     assert (term.name, term.total, term.why) == ("probed", 7, "what full decode 8 took on rank 3")
@@ -270,7 +271,9 @@ def test_a_probe_prices_its_family_in_streams_and_bytes() -> None:
 
 
 def test_a_slow_probe_makes_its_step_dear() -> None:
-    """If a step's time does not depend on its number of tokens, small buckets save nothing."""
+    """If the probe measures that time does not depend on the number of tokens, small buckets save
+    nothing.
+    """
     workload = Workload(num_layers=4)
     timed = [
         Probe(graph=BatchDescriptor(b, b, 1, "FULL"), streams=1, bytes=0, replay_s=0.01)

@@ -1,4 +1,6 @@
-"""A chip's rules refuse settings. For each rule, a similar setting is accepted."""
+"""The rules of a chip refuse some settings. For each rule, the tests also try a similar setting
+that is accepted.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def facts(**other: Any) -> ModelFacts:
 
 
 LATENT = {"latent_size": 576, "num_kv_heads": 8}
-ALONE = {"num_kv_heads": 8}  # every query head has separate keys
+ALONE = {"num_kv_heads": 8}  # every query head has its own keys
 EXACT = {"recovery": {"exact": True}}
 SHARDED = {"parallel": {"tp": 4, "dcp": 2}}
 
@@ -67,7 +69,7 @@ def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
         ("8.5.1", LATENT, {"kv": {"block_size": 64}}, "latent attention takes 16 and 128"),
         # If CANN's version is unknown, the stricter rules apply.
         ("", {}, {"kv": {"block_size": 64}}, "kv.block_size is 64; .* multiples of 128"),
-        # A rank has one query head and one KV head, so no query heads share keys.
+        # Each rank has one query head and one KV head, so no two query heads share keys.
         ("9.1.0", {}, {"kv": {"block_size": 64}, "parallel": {"tp": 8}}, "kv.block_size is 64"),
     ],
 )
@@ -94,7 +96,8 @@ def test_settings_that_a_chip_excludes_are_refused_with_key_and_device(
         ("9.1.0", {}, SHARDED),
         ("9.1.0", {}, {"parallel": {"pcp": 2}}),
         ("8.5.0", LATENT, {"parallel": {"pcp": 2}}),
-        # A rank has one query head and one KV head, but it attends with the queries of four ranks.
+        # Each rank has one query head and one KV head, but it computes attention for the queries of
+        # four ranks.
         ("9.1.0", {}, {"parallel": {"tp": 8, "dcp": 4}}),
     ],
 )

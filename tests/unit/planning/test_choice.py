@@ -1,4 +1,4 @@
-"""The choice of sizes is exact, and fast enough for a running service."""
+"""Chosen graph sizes have the lowest cost. The choice is fast enough for a running service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from tests.plans import choose
 
 
 def zero_or(lowest: float, highest: float) -> st.SearchStrategy[float]:
-    """Draw zero or a number in the range; products of tiny numbers (1e-320) would not be exact."""
+    """Draw zero or a number in the range. Numbers near zero are left out, because tiny products
+    (1e-320) would not be exact.
+    """
     return st.just(0.0) | st.floats(lowest, highest)
 
 
@@ -115,4 +117,4 @@ def test_four_times_as_many_sizes_take_at_most_the_square_as_long() -> None:
 
     few_s = min(processor_s(250) for _ in range(5))
     many_s = min(processor_s(1000) for _ in range(3))
-    assert many_s < 2.5 * 4**2 * few_s  # quadratic time; cubic time would be 4**3
+    assert many_s < 2.5 * 4**2 * few_s  # quadratic time; cubic time would give 4**3

@@ -1,4 +1,4 @@
-"""Tests of the dispatcher: sizes at bucket edges, the reasons of eager steps, and counters."""
+"""The dispatcher: batches as large as a bucket, the reasons for eager steps, and counters."""
 
 from __future__ import annotations
 

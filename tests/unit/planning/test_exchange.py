@@ -1,5 +1,5 @@
-"""Tests of the exchange of tokens with experts: the choice of the kind of exchange, the capacity of
-an all-to-all, and MC2's buffer.
+"""The exchange of tokens with experts: the choice of its kind, the capacity of an all-to-all, and
+MC2's buffer.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_capacity_holds_balanced_routing_and_never_more_than_all(
 ) -> None:
     capacity = expert_capacity(num_rows, ep, top_k, factor)
 
-    # The experts of a token are on ``distinct`` ranks on average, and balanced over all ranks.
+    # With balanced routing, the experts of a token are on ``distinct`` ranks on average.
     distinct = ep * (1 - (1 - 1 / ep) ** top_k)
     assert num_rows * distinct / ep - 1e-6 <= capacity <= num_rows
     assert capacity <= expert_capacity(num_rows + 1, ep, top_k, factor) <= capacity + 4
@@ -112,11 +112,11 @@ def test_capacity_of_few_tokens_is_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("chip", "algorithm", "needed_mb"),
     [
-        # The buffer has 2 x 512 x (16 x 8 x 4608 + 8 x 4096) bytes.
+        # The buffer needs 2 x 512 x (16 x 8 x 4608 + 8 x 4096) bytes.
         (A3, "fullmesh", 609),
-        # The buffer has 2 x (512 x 16 x 8 x 4096 bytes + 2 MiB).
+        # The buffer needs 2 x (512 x 16 x 8 x 4096 bytes + 2 MiB).
         (A2, "fullmesh", 517),
-        # The buffer has (128 + 16 / 4) x 512 x (4096 + 128) bytes + 8 MiB.
+        # The buffer needs (128 + 16 / 4) x 512 x (4096 + 128) bytes + 8 MiB.
         (A2, "hierarchy", 281),
     ],
 )

@@ -10,7 +10,7 @@ from dist_aclgraph.planning.expert_placement import ExpertPlacement, place_exper
 
 @st.composite
 def placements(draw: st.DrawFn) -> tuple[ExpertPlacement, int, list[float] | None]:
-    """Draw a placement, its number of ranks, and the loads of its experts."""
+    """Draw a placement of experts, its number of ranks, and the loads of its experts."""
     ep, num_experts = draw(st.integers(1, 12)), draw(st.integers(1, 24))
     redundant = -num_experts % ep + ep * draw(st.integers(0, 3))
     load = st.floats(0, 10, allow_nan=False)

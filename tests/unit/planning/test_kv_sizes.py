@@ -1,4 +1,4 @@
-"""Laws for the KV lengths of graphs whose lengths are never updated."""
+"""Laws of the KV lengths for which graphs are captured if their lengths are never updated."""
 
 from __future__ import annotations
 

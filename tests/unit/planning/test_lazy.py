@@ -1,4 +1,4 @@
-"""Tests which shapes get a lazy graph, and which older lazy graphs are evicted."""
+"""The shapes of batches that get a lazy graph, and the older lazy graphs that are evicted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_lazy(capacity: int = 2, min_tokens: int = 100, retry_steps: int = 50) -
 
 
 def run_until_captured(lazy: LazyGraphs, num_tokens: int, query_len: int = 1) -> int:
-    """Note eager steps of a batch until its shape gets a graph; return the number of steps."""
+    """Note eager steps of a batch until its shape is to be captured; return the number of steps."""
     for step in range(1, 1000):
         lazy.note(num_tokens, query_len, None, step)
         if (change := lazy.next_change()) is not None:
@@ -50,7 +50,7 @@ def test_a_batch_that_replays_its_best_shape_asks_for_nothing() -> None:
     lazy = make_lazy(min_tokens=1)
 
     lazy.note(10, 1, decode_graph(16), 1)
-    lazy.note(99, 1, None, 2)  # this batch is larger than any shape
+    lazy.note(99, 1, None, 2)  # this batch is larger than any shape can be
 
     assert lazy.next_change() is None
 

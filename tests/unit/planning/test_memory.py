@@ -1,5 +1,5 @@
-"""The plan itemises the memory of a rank. Tests compare it with published sizes and documented
-buffers, and test refusals.
+"""The plan lists the parts of a rank's memory. They are compared with published sizes of models and
+with documented sizes of buffers. Plans that do not fit are refused.
 """
 
 from __future__ import annotations
@@ -50,19 +50,20 @@ def weights(memory: RankMemory) -> int:
 def test_671_billion_parameters_are_divided_among_their_ranks() -> None:
     whole = account(make(parallel={"tp": 16, "ep": 16}))
 
-    # Each rank has all weights of latents, routers and norms, and a sixteenth of all other weights.
+    # Each of 16 ranks has all weights of latents, routers and norms, and a sixteenth of all other
+    # weights.
     assert 1.0 < weights(whole) / (671e9 * 2 / 16) < 1.05
 
 
 def test_hccl_has_two_buffers_for_each_domain() -> None:
     spread, alone = make(), make(parallel={"tp": 16, "ep": 16})
 
-    # domains of 8 and of 32 ranks
+    # there is a domain of 8 ranks, and one of 32 ranks
     assert part(account(spread), "HCCL buffers") == 2 * 2 * 200 * MIB
-    assert part(account(alone), "HCCL buffers") == 2 * 200 * MIB  # TP and EP have the same ranks
+    assert part(account(alone), "HCCL buffers") == 2 * 200 * MIB  # a common domain
     assert part(account(make(device={"hccl_buffer_mb": 512})), "HCCL buffers") == 4 * 512 * MIB
     assert part(account(spread, hccl=False), "HCCL buffers") == 0
-    assert part(account(make(parallel={})), "HCCL buffers") == 0  # a single rank has no peer
+    assert part(account(make(parallel={})), "HCCL buffers") == 0  # a single rank has no domain
 
 
 def test_ranks_that_split_prompts_hold_whole_weights_and_the_buffers_of_their_domains() -> None:
@@ -71,8 +72,8 @@ def test_ranks_that_split_prompts_hold_whole_weights_and_the_buffers_of_their_do
     same = make(parallel={"tp": 8, "pcp": 2, "dp": 2, "dcp": 2, "ep": 32})
 
     assert weights(account(split)) == weights(account(alone))
-    # Each domain has two buffers. The domains are TP, EP, PCP, and DCP if its ranks are not the
-    # ranks of PCP.
+    # Each domain has two buffers. The domains are those of TP, EP and PCP, and that of DCP if it
+    # has other ranks than PCP.
     domains = {2: alone, 3: split, 4: sharded}
     for count, config in {**domains, 3: same}.items():
         assert part(account(config), "HCCL buffers") == count * 2 * 200 * MIB
@@ -84,7 +85,7 @@ def test_decoding_over_shards_holds_the_queries_and_findings_of_all_their_heads(
         for dcp in (1, 16)
     )
     more = sharded.graph_bytes - plain.graph_bytes
-    # The numbers are for 32 requests.
+    # ``queries`` and ``findings`` are bytes for 32 requests.
     queries, findings = 32 * 128 * (512 + 64) * 2, 32 * 128 * 512 * 4
 
     # A graph has two copies of the queries: as gathered, and in the order of heads. The graph has
@@ -99,12 +100,12 @@ def test_long_queries_hold_the_keys_of_a_chunk() -> None:
         parallel={"tp": 8, "dp": 4, "ep": 32, "dcp": 8}, max_model_len=65536, scheduler=few
     )
 
-    # For a chunk of 8192 tokens: ``made`` counts the bytes of keys and values of 16 heads, and
-    # ``read`` counts the bytes of the latents from which keys and values are computed.
+    # Bytes for a chunk of 8192 tokens: ``made`` for the keys and values of 16 heads, and ``read``
+    # for the latents from which they are computed.
     made, read = 8192 * 16 * 320 * 2, 8192 * 576 * 2
     keys = account(long).eager_bytes - account(short).eager_bytes
     assert 0.99 < keys / (made + read) < 1.01
-    # With shards, latents are gathered from all shards, and copied into the order of tokens.
+    # With shards, latents are gathered from all shards, and then copied in the order of tokens.
     assert account(sharded).eager_bytes - account(long).eager_bytes > 2 * read
 
 
@@ -118,7 +119,8 @@ def test_an_indexer_needs_all_keys_of_a_long_request_at_once(pcp: int, copies: f
     )
 
     more = account(long).eager_bytes - account(short).eager_bytes
-    # Latents and rotated keys: packed, gathered, and for each piece of a prompt selected and split.
+    # There are ``copies`` copies of the latents and rotated keys: packed, gathered, and, for each
+    # piece of a prompt, selected and split.
     assert more == (65536 - 8192) * copies * 576 * 2
 
 
@@ -138,8 +140,8 @@ def test_drafts_cost_a_layer_and_their_buffers() -> None:
     with_drafts = make(max_model_len=1024, speculative={"num_tokens": 1})
     more = weights(account(with_drafts)) - weights(account(without))
 
-    # The module is a layer with experts, with 11.6 billion parameters. A rank has 1/32 of the
-    # experts, but a whole copy of some other tensors.
+    # The next-token module is a layer with experts, and has 11.6 billion parameters. A rank has
+    # 1/32 of the experts, but a whole copy of some other tensors.
     assert 1.0 < more / (11.6e9 * 2 / 32) < 1.7
     assert part(account(with_drafts), "step buffers") > 1.5 * part(account(without), "step buffers")
 
@@ -205,7 +207,7 @@ def test_activations_grow_with_tokens_and_hold_the_chosen_rows(
         )
 
     assert of(2 * num_tokens) == 2 * of(num_tokens) < of(2 * num_tokens, 1)
-    # The experts compute the tokens of all ranks. A token has 8 rows among the inputs, and 8 rows
-    # among the outputs.
+    # The experts compute the tokens of all ranks. Each token has 8 rows in the inputs of the
+    # experts, and 8 rows in the outputs.
     gathered = num_tokens * max(1, ep // tp)
     assert of(num_tokens) > gathered * 8 * 2 * spec.hidden_size * 2

@@ -1,4 +1,6 @@
-"""For any requested mode, the resulting mode is possible, and the reasons explain each change."""
+"""For any requested graph mode, the chosen mode is possible for the model, and the reasons explain
+each change of the mode.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,7 @@ def test_sizes_of_full_graphs_become_those_of_both_kinds() -> None:
         ("deepseek-v3", {}, "latent attention accepts no mask"),
         ("deepseek-v3.2", {}, "reads lengths on the device"),
         ("gpt-oss-120b", {}, "sliding window"),
-        # Windows hide no key of so short requests.
+        # Requests are so short that windows hide no key; only sinks are a reason.
         ("gpt-oss-120b", {"max_model_len": 128}, "sinks"),
         ("qwen3-235b-a22b", {"kv": {"block_size": 640}}, "at most 512, not 640"),
         ("qwen3-235b-a22b", {"recovery": {"exact": True}}, "recovery.exact"),

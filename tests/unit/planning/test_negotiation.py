@@ -1,5 +1,5 @@
-"""Laws of negotiation: all ranks have one plan, every rank can afford it, and no affordable plan
-has a lower cost.
+"""Laws of negotiation: all ranks get the same plan, every rank has enough streams and bytes for it,
+and no other such plan has a lower cost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dist_aclgraph.planning.traffic import weights_of
 from tests.plans import choose
 
 MODEL = partial(make_budget_model, "legacy-last")
-WORKLOAD = Workload(num_layers=4, tp=2)  # 40 streams once, and 3 streams per bucket
+WORKLOAD = Workload(num_layers=4, tp=2)  # costs 40 streams once, and 3 streams for each bucket
 
 
 def decode_family(*sizes: int) -> GraphFamily:
@@ -151,7 +151,7 @@ def test_the_tightest_rank_decides_for_all() -> None:
 
 
 def test_where_both_families_do_not_fit_the_cheaper_one_stays() -> None:
-    # a bucket of pieces needs 5 streams
+    # each piecewise bucket needs 5 streams
     workload = Workload(num_layers=4, mode="FULL_AND_PIECEWISE")
     families = (decode_family(1, 2), piecewise_family(1, 2))
 

@@ -1,4 +1,4 @@
-"""Tests of the plan that remains after a failed capture."""
+"""The plan that remains after a failed capture."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Single captures and releases adapt a plan to the traffic. Every batch size that had a graph keeps
-a graph.
+"""A series of single captures and releases adapts a plan to the traffic. Meanwhile, every batch
+size that had a graph keeps one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.plans import decode_graph
 from tests.plans import make_plan as plan_of
 
 MODEL = partial(make_budget_model, "cann-pinned")
-# a piecewise bucket needs 4 stream ids
+# each piecewise bucket needs 4 stream ids
 WORKLOAD = Workload(num_layers=3, mode="FULL_AND_PIECEWISE")
 SIZES = tuple(stepped_sizes(64))
 FAMILIES = (
@@ -81,7 +81,9 @@ plans = st.builds(make_plan, bucket_sets, bucket_sets)
 
 
 def run(old: GraphPlan, actions: tuple[Action, ...]) -> list[GraphPlan]:
-    """Return the old plan, and the plan after each action."""
+    """Carry out the actions on the plan ``old``; return the old plan, and the plan after each
+    action.
+    """
     found = [old]
     for action in actions:
         found.append(apply(found[-1], action))
@@ -137,7 +139,7 @@ def test_a_proposal_saves_what_was_asked_for_and_is_paid_for(old, decode, mixed,
 
 
 def test_traffic_that_moved_moves_the_buckets() -> None:
-    """Five decode buckets were chosen for small batches. Later, batches have about 50 requests."""
+    """The plan has five decode buckets for small batches. Now, batches have about 50 requests."""
     family = FAMILIES[0]
     offers = [StreamOffer(rank=0, available=5)]
     workload = Workload(num_layers=3)
@@ -169,7 +171,9 @@ def test_a_little_traffic_or_a_little_gain_changes_nothing() -> None:
 
 
 def test_a_family_that_was_given_up_stays_so_and_sizes_do_not_grow() -> None:
-    """A new plan gets no additional family, and no size above the largest size of the old plan."""
+    """A new plan has no family that the old plan does not have, and no size above the old plan's
+    largest size.
+    """
     plan = make_plan((8, 32), (64,))
     plan = msgspec.structs.replace(plan, families=plan.families[:1])
     offers = [StreamOffer(rank=0, available=900)]
@@ -187,7 +191,9 @@ causes = st.sampled_from(["streams", "memory", "operator"])
 def test_a_bucket_whose_capture_failed_is_not_proposed_again(
     old, decode, data, cause, is_serving
 ) -> None:
-    """The budget model assumes too many streams, so only failed captures show the limit."""
+    """The budget model believes in more streams than there are, so only failed captures show the
+    true limit.
+    """
     offers = [StreamOffer(rank=0, available=900)]
     failed = data.draw(st.sampled_from(old.capture_order))
     if is_serving:
@@ -248,7 +254,7 @@ def test_step_times_make_no_graph_free_that_could_not_be_probed() -> None:
 
 @pytest.mark.parametrize(("spare", "kept"), [(1, {8, 16, 64}), (0, {16, 64})])
 def test_a_size_is_released_only_if_another_size_needs_its_streams(spare, kept) -> None:
-    """The sizes 8 and 16 take equally long, and batches have 20 to 32 requests."""
+    """Steps of the sizes 8 and 16 take equally long. Batches have 20 to 32 requests."""
     family, workload = FAMILIES[0], Workload(num_layers=3)
     probe = Probe(graph=family.describe(64, 64), streams=1, bytes=640, replay_s=4.0)
     old = msgspec.structs.replace(make_plan((8, 16, 64), (64,)), families=())

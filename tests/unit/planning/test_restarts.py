@@ -1,4 +1,4 @@
-"""Tests the limits of restarts within an hour."""
+"""The number of restarts within an hour is limited."""
 
 from __future__ import annotations
 

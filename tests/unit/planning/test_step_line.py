@@ -1,4 +1,6 @@
-"""A line is fitted to the times of eager steps, as a function of their number of tokens."""
+"""A straight line is fitted to the times of eager steps: time as a function of the number of
+tokens.
+"""
 
 from __future__ import annotations
 

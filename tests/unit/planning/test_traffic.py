@@ -1,4 +1,6 @@
-"""Traffic decays with time, is summed over groups, and counts for the family that replays it."""
+"""The weights of traffic decay with time and are summed over groups. Each batch counts for the
+family that replays it.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ def test_groups_add_up_in_any_order(parts, rng) -> None:
 def test_every_batch_counts_once_where_it_is_replayed(traffic) -> None:
     decode, mixed = weights_of(traffic, [DECODE, MIXED])
 
-    # A batch that is larger than all buckets has a weight, too, although the choice of buckets does
-    # not change its cost.
+    # A batch that is larger than all buckets has a weight, too, although no choice of buckets
+    # changes its cost.
     small = sum(w for n, w in traffic.decode.items() if n <= 32)
     rest = traffic.weight - small
     for seen, found in ((small, decode), (rest, mixed)):
@@ -56,7 +58,7 @@ def test_a_family_alone_takes_decode_batches_too() -> None:
     (found,) = weights_of(Traffic(decode={8: 3.0}, mixed={100: 1.0}), [MIXED])
 
     assert found[8] > 3.0 and found[100] > 1.0
-    assert 0 < found[7] < 0.1  # a size that was never observed, but is possible
+    assert 0 < found[7] < 0.1  # this size was never observed, but is possible
 
 
 def test_before_anything_was_seen_small_sizes_lie_dense() -> None:
@@ -64,8 +66,8 @@ def test_before_anything_was_seen_small_sizes_lie_dense() -> None:
 
     found = choose(sizes, prior(512), sizes, 6)
 
-    # trim_sizes chooses sizes at equal distances in the list, which leaves a wide gap above size 1,
-    # so small batches get much padding.
+    # trim_sizes chooses sizes at equal distances in the list. This leaves a wide gap above size 1,
+    # in which small batches get much padding.
     assert trim_sizes(sizes, 6)[:3] == [1, 64, 144]
     assert found[:3] == (8, 40, 104)
     gaps = [b - a for a, b in pairwise((0, *found))]

@@ -1,4 +1,4 @@
-"""Facts about a group's failure decide how the group recovers."""
+"""The facts about a group's failure decide in which way the group recovers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Files of KV blocks without a device: contents move between a fake worker's cache and a dict."""
+"""Fake files of KV blocks, without a device. Contents move between the cache of a fake worker and a
+dict.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ T = TypeVar("T")
 class _Running:
     job: CopyJob
     dp_rank: int
-    ranks: list[int]  # ranks that have not ended the copy
+    ranks: list[int]  # ranks that have not ended this copy
     has_moved: bool = False
     num_whole: int = 0
 
@@ -42,8 +44,7 @@ class _LateLookUps(LookUps):
 class FakeFiles:
     """Copies blocks of all data-parallel ranks, in random order and at random times.
 
-    Files disappear now and then, and a rank sometimes fails to read a block. A fetch brings files
-    of blocks back.
+    At random, files disappear, and ranks fail to read blocks. A fetch brings files of blocks back.
     """
 
     def __init__(self, chance: random.Random, workers: list[FakeWorker], tp: int) -> None:
@@ -66,7 +67,9 @@ class FakeFiles:
             self._running += (_Running(job, dp_rank, list(ranks)) for job in each)
 
     def fetch(self, hashes: Sequence[BlockHash], depth: int) -> Answer[bool]:
-        """Bring back the files of leading blocks at a random time; see ``FetchBlocks``."""
+        """Bring back, at a random time, the files of some of the first blocks in ``hashes``; see
+        ``FetchBlocks``.
+        """
         late = iter(range(self._chance.choice([0, 1, 3])))
 
         def ended() -> bool | None:
@@ -81,7 +84,9 @@ class FakeFiles:
         return ended
 
     def advance(self) -> Iterator[tuple[int, int, int]]:
-        """Continue some copies; for each copy that has ended, yield its number, rank and count."""
+        """Continue some of the copies. For each copy that has ended, yield its number, its rank,
+        and its number of blocks.
+        """
         self._elsewhere |= self.contents
         for files in (self.contents, self.states):
             if files and self._chance.random() < 0.05:
@@ -124,7 +129,7 @@ class FakeFiles:
         return len(names)
 
     def _move_states(self, copy: _Running) -> bool:
-        """Copy the checkpoints; return whether all files of a load exist."""
+        """Copy the checkpoints of a job; return false if it loads and a file does not exist."""
         job, states = copy.job, self._workers[copy.dp_rank].states
         names = [
             job.state_hashes[i : i + HASH_BYTES]

@@ -1,6 +1,7 @@
-"""The recurrent states of a fake worker. A state is a checksum of all tokens that ran, in order.
+"""The recurrent states of a fake worker. A state is a checksum of all tokens that the worker has
+run, in their order.
 
-If a token runs twice, or continues from the state of another request, the checksum is wrong.
+If a token is run twice, or after the state of another request, the checksum is wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.steps.step import RankBatch
 
-LOST = -3  # the state after an abort of the device
+LOST = -3  # the state that an abort of the device leaves
 
 
 def checksum(tokens: Sequence[int], state: int = 0) -> int:
@@ -23,19 +24,19 @@ def checksum(tokens: Sequence[int], state: int = 0) -> int:
 class FakeStates:
     """The states of rows, and the checkpoints of one worker.
 
-    A row that verifies drafts keeps the state after each of its last tokens. Its next step starts
-    from the state after the last accepted token.
+    A row that verifies drafts keeps the state after its last token and after each draft. Its next
+    step starts from the state after the last accepted token.
     """
 
     def __init__(self) -> None:
         self._rows: dict[int, list[int]] = {}
         self._passed: dict[int, int] = {}
         self._checkpoints: dict[int, int] = {}
-        self._kept: list[list[int]] = []  # for each step, the checkpoints that it wrote
+        self._kept: list[list[int]] = []  # for each step, the checkpoints that it has written
         self._spoilt: set[int] = set()  # rows whose last tokens were sampled without a mask
 
     def begin(self, batch: RankBatch) -> None:
-        """Before a step, copy checkpoints to rows."""
+        """Copy checkpoints to rows, as a worker does before a step."""
         self._spoilt -= {start.row for start in batch.started}
         for row, checkpoint in unpack_ints(batch.restored, 2).tolist():
             assert row in {start.row for start in batch.started}, "the row does not begin"
@@ -43,12 +44,14 @@ class FakeStates:
             self._passed[row] = 0
 
     def run(self, row: int, before: Sequence[int], tokens: Sequence[int]) -> None:
-        """Run tokens of a prompt after the tokens ``before``."""
+        """Run ``tokens`` of a prompt; the tokens ``before`` have run already."""
         state = self._state_of(row, before)
         self._rows[row], self._passed[row] = [checksum(tokens, state)], 0
 
     def verify(self, row: int, before: Sequence[int], tokens: Sequence[int], passed: int) -> None:
-        """Run the last token of a row and its drafts, of which ``passed`` are accepted."""
+        """Run the last token of a row and its drafts (``tokens``); ``passed`` of the drafts are
+        accepted.
+        """
         state, states = self._state_of(row, before), []
         for token in tokens:
             state = checksum([token], state)
@@ -56,7 +59,7 @@ class FakeStates:
         self._rows[row], self._passed[row] = states, passed
 
     def end(self, batch: RankBatch) -> None:
-        """After a step, copy states of rows to checkpoints."""
+        """Copy states of rows to checkpoints, as a worker does after a step."""
         kept = unpack_ints(batch.kept, 2).tolist()
         for row, checkpoint in kept:
             assert row not in self._spoilt
@@ -68,7 +71,7 @@ class FakeStates:
         self._spoilt.add(row)
 
     def resume(self, num_in_flight: int) -> None:
-        """Lose all rows, and the checkpoints that the steps in flight wrote."""
+        """Lose the states of all rows, and the checkpoints that steps in flight have written."""
         for kept in self._kept[len(self._kept) - num_in_flight :]:
             self._checkpoints.update(dict.fromkeys(kept, LOST))
         self._rows.clear()
@@ -84,7 +87,9 @@ class FakeStates:
         self._checkpoints.clear()
 
     def _state_of(self, row: int, before: Sequence[int]) -> int:
-        """Check and return the row's state after the tokens ``before``; 0 if there are none."""
+        """Return the row's state after the tokens ``before``, and check it; 0 if there are no such
+        tokens.
+        """
         if not before or row in self._spoilt:
             return 0
         state = self._rows[row][self._passed[row]]

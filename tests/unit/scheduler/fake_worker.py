@@ -1,4 +1,6 @@
-"""Workers without a model: rows follow the step messages, and checksums replace the KV."""
+"""Workers without a model. They keep rows as the step messages say, and checksums in place of the
+KV.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,17 @@ class Row:
     tokens: list[int]
     blocks: list[int]
     sampling: RowSampling
-    latest: list[int] = field(default_factory=list)  # tokens that the last step sampled
-    has_drafts: bool | None = False  # None after the row was sent again, until its next step
+    latest: list[int] = field(default_factory=list)  # tokens that the last step has sampled
+    has_drafts: bool | None = False  # None between a new start of the row and its next step
 
 
 class FakeWorker:
-    """Runs the steps of one data-parallel rank, and asserts that the cache has the right KV.
+    """Runs the steps of one data-parallel rank, and checks that the cache contains the right KV for
+    every token.
 
     Args:
-        num_drafts: number of draft tokens that each row gets after it has sampled a token.
-        accept: returns the number of accepted drafts for each verification.
+        num_drafts: number of draft tokens that each row gets when it has sampled a token.
+        accept: function that returns the number of accepted drafts for each verification.
         has_state: whether the worker also checks recurrent states.
     """
 
@@ -58,13 +61,15 @@ class FakeWorker:
         self.rows: dict[int, Row] = {}
         self.last_plan: RankPlan | None = None
         self._written: list[list[tuple[int, int]]] = []  # for each step, (block, slot in the block)
-        self._drafted: set[int] = set()  # rows that can have drafts when they are sent again
+        self._drafted: set[int] = set()  # rows that may still have drafts when they are sent again
         self._num_drafts = num_drafts
         self._accept = accept
         self.states = FakeStates() if has_state else None
 
     def execute(self, plan: RankPlan, rank: int = 0, *, is_void: bool = False) -> StepResult:
-        """Run one step; with ``is_void``, the step loses tokens in the exchange with experts."""
+        """Run one step. If ``is_void``, the step loses tokens in the exchange with experts, so its
+        results are void.
+        """
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=RankPlan)
         self.last_plan = plan
         self._written.append([])
@@ -97,9 +102,10 @@ class FakeWorker:
         )
 
     def resume(self, num_in_flight: int) -> None:
-        """Abort the last steps: their writes become invalid, and the host drops its rows.
+        """Abort the last ``num_in_flight`` steps: what they have written becomes invalid, and the
+        host drops its rows.
 
-        The device keeps its drafts.
+        The device keeps the drafts that it has.
         """
         for written in self._written[len(self._written) - num_in_flight :]:
             for block_id, place in written:
@@ -111,7 +117,9 @@ class FakeWorker:
             self.states.resume(num_in_flight)
 
     def spoil(self, index: int) -> None:
-        """Make a row's last tokens wrong, so that the scheduler must send the row again."""
+        """Make the last tokens of row ``index`` wrong, so that the scheduler must send the row
+        again.
+        """
         row = self.rows[index]
         row.latest = [SPOILT] * len(row.latest)
         self._drafted.add(index)
@@ -146,12 +154,14 @@ class FakeWorker:
     def _run(
         self, index: int, computed: int, length: int, num_logits: int, *, is_void: bool
     ) -> list[int]:
-        """Return the new tokens of one row; none if the row's prompt has not ended."""
+        """Run ``length`` tokens of one row after ``computed`` tokens; return its new tokens. There
+        are none before the end of the prompt.
+        """
         row = self.rows[index]
         if row.has_drafts is None:
             row.has_drafts = num_logits > 1
         known = num_received = len(row.tokens)
-        if computed >= known:  # the host does not have the tokens of the previous step
+        if computed >= known:  # the host does not have the previous step's tokens yet
             assert computed == known and row.latest, "a token is missing"
             assert length == num_logits == self._num_drafts + 1
             computed += len(row.latest) - 1
@@ -178,10 +188,11 @@ class FakeWorker:
     def _run_state(
         self, index: int, tokens: list[int], computed: int, length: int, *, is_verified: bool
     ) -> None:
-        """Run a row's tokens through its state.
+        """Update the recurrent state of a row by the tokens of a step.
 
         Args:
-            tokens: the row's tokens, including new tokens; later positions have rejected drafts.
+            tokens: the row's tokens, including new ones. Positions after their end have rejected
+                drafts.
         """
         assert self.states is not None
         before, after = tokens[:computed], [*tokens, *[WRONG] * length]
@@ -199,7 +210,7 @@ class FakeWorker:
         self._written[-1].append((block_id, position % self.block_size))
         value = WRONG
         if is_right:
-            # KV depends on the whole prefix, not on the token alone.
+            # The KV of a token depends on all tokens up to it.
             value = zlib.crc32(np.asarray(tokens[: position + 1], dtype="<i4").tobytes())
         self.cache[block_id, position % self.block_size] = value
 
@@ -215,14 +226,16 @@ class FakeWorker:
 
 
 class FakeGroup:
-    """All ranks of a lockstep group. The first rank of each data-parallel rank reports its output.
+    """All ranks of a lockstep group. Of each data-parallel rank, the first tensor-parallel rank
+    reports the output.
 
     Args:
         tp: number of tensor-parallel ranks of each data-parallel rank.
-        lose: returns whether a step loses tokens; it is called only if the step's exchange can lose
-            tokens.
-        compile_steps: returns the number of further steps in which one rank still compiles the
-            grammar of a sampled row; 0 if the grammar is compiled.
+        lose: function that returns whether a step loses tokens. It is called only if the step's
+            exchange can lose tokens.
+        compile_steps: function that is called when a rank samples for a row. It returns the number
+            of further steps in which this rank still compiles the row's grammar; 0 if the grammar
+            is compiled.
     """
 
     def __init__(
@@ -236,7 +249,8 @@ class FakeGroup:
         self._tp = tp
         self._lose = lose
         self._compile_steps = compile_steps
-        # For each rank, a map from row to the number of steps until the row's grammar is compiled.
+        # For each rank, a dict from a row to the number of steps until the rank has compiled the
+        # row's grammar.
         self._compiling: list[dict[int, int]] = [{} for _ in range(len(workers) * tp)]
         self.num_unmasked = 0
 
@@ -256,7 +270,7 @@ class FakeGroup:
         return results[::-1]
 
     def _mask(self, result: StepResult, batch: RankBatch) -> StepResult:
-        """Return a rank's result, and add which samples had no mask."""
+        """Return a rank's result. Add to it which of its samples had no mask."""
         compiling = self._compiling[result.rank]
         sampled = sampled_rows(batch)
         compiling |= {row: self._compile_steps() for row in sampled if not compiling.get(row)}
@@ -272,7 +286,9 @@ class FakeGroup:
     def _spoil(
         self, results: list[StepResult], worker: FakeWorker, batch: RankBatch
     ) -> list[StepResult]:
-        """Return the results; tokens of requests that had no mask on any rank are wrong."""
+        """Return the results. Replace tokens that were sampled without a mask on at least one rank
+        by wrong tokens.
+        """
         unmasked = sorted({i for result in results for i in unpack_ints(result.unmasked).tolist()})
         self.num_unmasked += len(unmasked)
         first, *others = results

@@ -1,4 +1,4 @@
-"""Requests as an ingress submits them."""
+"""Makes requests as an ingress submits them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def submit(
     """Return a request. EOS ends the request, unless its parameters ignore EOS.
 
     Args:
-        output: the tokens that the request has already got from a group that was lost.
+        output: the tokens that the request has already got, from a group that was then lost.
     """
     ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))})
     sampling = row_sampling(params, seed=0, num_prompt_tokens=len(prompt), end_ids=ends)

@@ -1,4 +1,6 @@
-"""Which blocks are written to files, and which are read: decisions without a device or files."""
+"""The scheduler decides which blocks are written to files, and which are read from files. There is
+no device, and there are no files.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ BLOCK, NUM_FULL = 4, 5
 
 
 class World:
-    """Blocks of one request, and the hashes that the first rank's folder has."""
+    """The blocks of one request, and the hashes of the files in the first rank's folder."""
 
     def __init__(self, num_blocks: int = 64, ranks: Sequence[int] = (0,), **options: Any) -> None:
         self.pool = BlockPool(num_blocks, BLOCK, **options)
@@ -36,7 +38,7 @@ class World:
         self.request.hashes = list(self.hashes)
 
     def compute(self) -> None:
-        """Store all blocks of the request, as if it had computed them."""
+        """Store all blocks of the request in the prefix cache, as if it had computed them."""
         self.request.block_ids = self.pool.allocate(NUM_FULL)
         for index, block_id in enumerate(self.request.block_ids):
             self.pool.store(block_id, self.hashes[index])
@@ -47,7 +49,9 @@ class World:
 
 
 def test_nothing_is_read_if_the_first_block_has_no_file() -> None:
-    """If the device's cache has a prefix, the prefix's files are not read, and may be deleted."""
+    """Files are read only up to the first block without a file. Blocks in the device's cache need
+    no file.
+    """
     world = World()
     world.files.update(world.hashes[1:])
     assert world.copies.find(world.hashes)() == 0
@@ -83,7 +87,7 @@ def test_nothing_is_fetched_if_all_blocks_have_files() -> None:
 
 
 def test_a_block_that_a_rank_could_not_read_is_written_again() -> None:
-    """Its file can be missing on another rank only, and look-ups check only the first rank."""
+    """Look-ups check only the first rank's files. So a file can be missing on another rank only."""
     world = World(ranks=(0, 1))
     world.files.update(world.hashes)
     request: Request = world.request
@@ -231,7 +235,7 @@ def test_nothing_is_looked_up_while_there_is_no_room_to_write() -> None:
 
 
 def test_a_request_waits_while_too_many_blocks_are_being_read() -> None:
-    """Its blocks have files, so waiting takes less time than computing."""
+    """The request's blocks have files, so waiting takes less time than computing."""
     world = World(num_blocks=4 * NUM_FULL + 1)
     world.files.update(world.hashes)
     answers = [world.copies.find(world.hashes) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Single decisions of the scheduler for several data-parallel ranks, with lost tokens and
+"""Single decisions of the scheduler for several data-parallel ranks, also with lost tokens and with
 drafts.
 """
 
@@ -60,7 +60,7 @@ def finish(scheduler: Scheduler, *tokens: list[int], tp: int = 1, **fields) -> l
 
 
 def lengths(plan: StepPlan | None) -> list[list[int]]:
-    """Return the tokens that each request runs, by data-parallel rank."""
+    """Return, for each data-parallel rank, the number of tokens that each of its requests runs."""
     assert plan is not None
     return [unpack_ints(batch.scheduled, 4)[:, 2].tolist() for batch in plan.batches]
 
@@ -99,7 +99,9 @@ def test_a_request_goes_where_its_beginning_is_cached() -> None:
 
 
 def test_ranks_of_one_node_have_the_same_files() -> None:
-    """So a request is looked up once, and can then start on any rank."""
+    """Because ranks of one node have the same files, a request is looked up once, and can then
+    start on any rank.
+    """
     no_files, asked, has_answer = Files(lambda _: False), list[Any](), False
 
     class SlowLookUps(LookUps):
@@ -165,7 +167,7 @@ def test_a_preempted_request_goes_on_at_another_rank() -> None:
         for name, num_tokens, first in (("early", 16, 0), ("other", 30, 50), ("late", 16, 90))
     )
     start(scheduler, early, late, other)
-    finish(scheduler, [1, 2], [3])  # the requests "early" and "late" fill rank 0
+    finish(scheduler, [1, 2], [3])  # "early" and "late" now need more blocks than rank 0 has
     assert names(scheduler) == [["early", "late"], ["other"]]
     scheduler.abort("other")
 
@@ -295,8 +297,8 @@ def test_the_experts_loads_are_kept_by_rank() -> None:
 
 
 def start_drafting(**options) -> Scheduler:
-    """Return a scheduler with one rank, and with one request, which has sampled token 50. A request
-    has two drafts in each step.
+    """Return a scheduler with one rank, which gives each request two drafts in each step. Its only
+    request has sampled the token 50.
     """
     params = {"num_tokens": options.pop("num_tokens", 4), **options.pop("params", {})}
     scheduler = make_scheduler(dp=1, num_drafts=2, **options)
@@ -306,7 +308,7 @@ def start_drafting(**options) -> Scheduler:
 
 
 def verify(scheduler: Scheduler, *tokens: int, **fields) -> RequestDelta:
-    """Run a step; its only request gets ``tokens``."""
+    """Run a step in which the only request gets ``tokens``."""
     assert lengths(scheduler.schedule()) == [[3]]
     (output,) = finish(scheduler, list(tokens), counts=pack_ints([len(tokens)]), **fields)
     return output
@@ -388,7 +390,8 @@ def test_tokens_after_the_end_of_a_request_are_dropped(params, tokens, expected,
 def test_blocks_cover_drafts_only_as_far_as_the_request_can_go() -> None:
     scheduler = start_drafting(num_tokens=14, num_blocks=2, params={"max_tokens": 3})
 
-    # The step runs positions 14, 15 and 16; the request can end before it needs position 16.
+    # The step runs the positions 14, 15 and 16. The request ends before it needs the KV of position
+    # 16.
     verify(scheduler, 51)
 
     assert [len(request.block_ids) for request in scheduler.running] == [1]
@@ -404,7 +407,7 @@ def test_a_steady_batch_gets_a_block_before_its_drafts_need_it() -> None:
         found.append(unpack_ints(plan.batches[0].blocks, 3).tolist())
         finish(scheduler, tokens, counts=pack_ints([len(tokens)]))
 
-    # A block has 16 tokens. The steps write up to position 10, 11, 14 and 17.
+    # A block has 16 tokens. The four steps write up to the positions 10, 11, 14 and 17.
     assert found == [[], [], [], [[0, 1, 2]]]
 
 

@@ -1,4 +1,6 @@
-"""A step's tokens are shared: no prompt waits until a long prompt has ended, no request starves."""
+"""Requests share the tokens of each step: no prompt waits until a long prompt has ended, and no
+request starves.
+"""
 
 from __future__ import annotations
 
@@ -152,13 +154,13 @@ def test_a_long_prompt_is_served_in_an_endless_stream_of_others(stream: int) -> 
 
     while "long" not in run_step(scheduler)[1]:
         steps += 1
-        for index in range(8):  # more requests than fit in a step
+        for index in range(8):  # more requests than one step can run
             if len(scheduler.waiting.queue) < 500:
                 other = add(scheduler, f"{steps} {index}", stream, max_tokens=1)
                 earlier_tokens += stream if other.order < long.order else 0
 
-    # When all requests with earlier deadlines have run, the long request gets at least ``SHARE``
-    # tokens of each step.
+    # After all requests with earlier deadlines have run, the long request gets at least ``SHARE``
+    # tokens in each step.
     assert steps <= earlier_tokens // STEP_TOKENS + LONG // SHARE + 8
 
 

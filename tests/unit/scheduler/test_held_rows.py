@@ -1,4 +1,4 @@
-"""While a request waits for its grammar, the other requests of its group run."""
+"""While a request waits until its grammar is compiled, the other requests of its group run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FREE, FORM = 0, 1  # rows
 
 
 def make_both(**options: int) -> Scheduler:
-    """Return a scheduler with two requests, of which one has a grammar."""
+    """Return a scheduler with two requests. One of them has a grammar."""
     scheduler = make_scheduler(**options)
     for name in ("free", "form"):
         scheduler.add(make_request(name, ignore_eos=True, max_tokens=100))
@@ -22,7 +22,9 @@ def make_both(**options: int) -> Scheduler:
 
 
 def land(scheduler: Scheduler, plan: StepPlan | None, *results: dict[str, list[int]]) -> list[str]:
-    """Apply one result per worker of a step; return the requests that got a token."""
+    """Give the scheduler one result of each worker for a step; return the requests that got a
+    token.
+    """
     assert plan is not None
     tokens = [1] * sum(record[3] for record in records(plan))
     outputs = scheduler.update(
@@ -54,7 +56,8 @@ def test_a_request_without_a_mask_gets_no_token_and_runs_when_its_grammar_is_com
         plan = scheduler.schedule()
         assert rows_of(plan) == [FREE]
         assert plan is not None
-        # The workers begin the row again once, because penalties can count the row's wrong token.
+        # The workers start the row again once, because their penalties may have counted the row's
+        # wrong token.
         assert [start.row for start in plan.batches[0].started] == [FORM] * (number == 0)
         compiling = [FORM] if number < 4 else []
         assert land(scheduler, plan, {"compiling": compiling}) == ["free"]

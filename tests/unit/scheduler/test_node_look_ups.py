@@ -1,4 +1,6 @@
-"""Files on nodes without the engine are looked up by workers; no look-up is waited for in vain."""
+"""On nodes without the engine, workers look up files. The scheduler does not wait for a look-up
+that nobody answers.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,10 @@ SOURCE = Source(MESSAGE, lambda: True)
 
 
 class World:
-    """Copies of a group with two data-parallel ranks of two workers, on the nodes "a" to "c".
+    """The copies of KV in a group of two data-parallel ranks with two workers each, on the nodes
+    "a" to "c".
 
-    Workers 0 and 1 are on the nodes a and b; workers 2 and 3 on the nodes b and c.
+    Workers 0 and 1 are on the nodes a and b. Workers 2 and 3 are on the nodes b and c.
     """
 
     def __init__(self, node_ids: str = "abbc", *, only_workers: bool = False) -> None:
@@ -69,7 +72,7 @@ def test_a_group_on_one_node_asks_no_worker() -> None:
 
 
 def test_workers_fetch_to_the_engines_node_if_the_transport_needs_a_device() -> None:
-    """Before the fetch, the engine would find too few files there."""
+    """If the engine looked up files before the fetch, it would find too few of them on its node."""
     world = World("aaab", only_workers=True)
     world.here.update(NAMES[:2])
     assert world.find(0)() == 2, "without a source, no worker is asked"
@@ -135,7 +138,7 @@ def test_nothing_is_asked_for_no_blocks() -> None:
 
 
 def test_answers_to_forgotten_look_ups_are_ignored() -> None:
-    """After an epoch has ended, workers have dropped their look-ups."""
+    """When an epoch ends, look-ups are forgotten. A late answer to one of them changes nothing."""
     world = World()
     answer = world.find(1, first=1)
     job = world.job(1)
@@ -159,7 +162,7 @@ def test_a_fetch_on_another_node_ends_with_its_request() -> None:
 
 
 def test_a_request_starts_on_the_rank_whose_nodes_were_asked() -> None:
-    """Meanwhile, another rank may have become the rank with the fewest requests."""
+    """When the answers come, another rank may have the fewest requests."""
     here: set[bytes] = set()
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),

@@ -1,4 +1,4 @@
-"""A request whose KV contains NaN ends with an error; no other request reads the NaN."""
+"""A request whose KV contains NaN ends with an error. No other request reads this KV."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ NUM_BLOCKS, BLOCK, VOCAB, POISON, NAN = 11, 4, 50, 49, -7
 
 
 class NanWorker(FakeWorker):
-    """A worker whose model computes NaN after the token ``POISON``, and reads whole blocks."""
+    """A worker whose model computes NaN from the token ``POISON`` on. Its attention reads whole
+    blocks.
+    """
 
     def execute(self, plan: RankPlan, *args: Any, **options: Any) -> StepResult:
         result = super().execute(plan, *args, **options)
@@ -171,7 +173,7 @@ def test_a_suspect_request_runs_in_clean_blocks_that_it_shares_with_nobody() -> 
 
 
 def test_files_of_blocks_that_might_contain_nan_are_not_read() -> None:
-    """A block can be written to a file before the request's first logits show the NaN."""
+    """A block can be in a file before the request's first logits show that it contains NaN."""
     files: set[bytes] = set()
     scheduler = make_scheduler(look_ups=LookUps(Files(files.__contains__)))
     request = make_request("first", 33, max_tokens=1)

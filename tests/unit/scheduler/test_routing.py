@@ -1,5 +1,5 @@
-"""Laws of routing: the loads of groups differ by a bounded amount; requests with equal prefixes go
-to the same group; a group that accepts no requests gets none.
+"""Laws of routing. The loads of groups differ by a bounded amount. Requests with the same prefix go
+to the same group. A group that accepts no requests gets none.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def test_equal_beginnings_meet_while_loads_are_near_and_part_when_they_are_not()
     found = [router.route(str(i), prompt(*shared, 9000 + i), "", ["a", "b"]) for i in range(40)]
 
     assert found[0] == found[1] == found[2]
-    # The group with the prefix gets so many requests that waiting costs more than the prefix saves.
+    # The group with the prefix has so many requests that waiting for it costs more than the prefix
+    # saves.
     assert {"a", "b"} == set(found)
 
 
@@ -132,8 +133,8 @@ def test_a_group_that_takes_no_requests_gets_none(sizes, alive):
 
 @given(st.lists(st.integers(1, 60), min_size=8, max_size=60))
 def test_no_group_is_starved_by_prompts_that_begin_alike(sizes):
-    """Even if no request ends, the difference of two groups' loads is bounded by the largest
-    prompt.
+    """Even if no request ends, the loads of two groups differ by a bounded amount, which depends on
+    the largest prompt.
     """
     router = make_router("a", "b")
     for i, count in enumerate(sizes):
@@ -172,7 +173,8 @@ def test_a_memory_is_bounded_and_forgets_beginnings_last(uses, num_blocks):
         hashes = block_hashes(prompt(*begin(use % 4, use * 2)), "", BLOCK)
         memory.note(hashes)
         assert len(memory) <= num_blocks
-        # The memory knows the last used prefix: all its blocks, or as many as the memory can hold.
+        # The memory knows the prefix that was used last: all of its blocks, or as many as the
+        # memory can hold.
         assert memory.match(hashes) == min(len(hashes), num_blocks)
 
 

@@ -26,7 +26,7 @@ from tests.plans import decode_graph, make_plan
 from tests.unit.scheduler.requests import EOS, submit
 
 T = TypeVar("T")
-DECODE_AT_0 = [0, 4, 1, 1]  # row, num_computed_tokens, num_scheduled_tokens, number of samples
+DECODE_AT_0 = [0, 4, 1, 1]  # row, num_computed_tokens, num_scheduled_tokens, samples
 
 
 def make_scheduler(
@@ -64,7 +64,7 @@ def records(plan: StepPlan | None) -> list[list[int]]:
 
 
 def run(scheduler: Scheduler, *token_ids: int, **fields) -> list[RequestDelta]:
-    """Update the scheduler with the tokens of the step in flight."""
+    """End the step in flight: give the scheduler its tokens."""
     result = StepResult(scheduler.epoch, scheduler.step, 0, pack_ints(list(token_ids)), **fields)
     return list(scheduler.update([result]))
 
@@ -204,7 +204,7 @@ def test_the_latest_arrival_is_preempted_and_resumes_with_its_output() -> None:
     for name, first in (("early", 0), ("late", 50)):
         scheduler.add(make_request(name, 16, first, max_tokens=None))
     scheduler.schedule()
-    run(scheduler, 1, 2)  # both requests need a second block; one block is free
+    run(scheduler, 1, 2)  # both requests need a second block, but only one is free
 
     plan = scheduler.schedule()
 
@@ -277,7 +277,7 @@ def test_log_probabilities_follow_their_token() -> None:
     [(256, 1, "prompt"), (300, None, "prompt"), (40, 100, "max_tokens"), (64, None, "max_tokens")],
 )
 def test_a_request_that_can_never_fit_is_refused(num_tokens, max_tokens, param) -> None:
-    # requests can use three blocks, for 48 tokens
+    # requests can use three blocks, which hold 48 tokens
     scheduler = make_scheduler(num_blocks=4, block_size=16)
 
     with pytest.raises(RequestTooLongError) as caught:
@@ -295,13 +295,13 @@ def test_without_max_tokens_a_request_makes_do_with_a_small_cache() -> None:
     while scheduler.schedule() is not None:
         count += len(run(scheduler, 1))
 
-    assert count == 13  # 4 + 12 tokens fill the block; the last token needs no KV
+    assert count == 13  # 4 + 12 tokens fill the block; the 13th needs no KV
 
 
 def test_a_full_queue_refuses() -> None:
     scheduler = make_scheduler(max_waiting=1)
     rows = scheduler.config.max_num_seqs
-    for index in range(rows + 1):  # the maximum of running requests, and one waiting request
+    for index in range(rows + 1):  # as many requests as can run, and one that waits
         scheduler.add(make_request(str(index)))
 
     with pytest.raises(QueueFullError, match="max_waiting"):
@@ -321,7 +321,9 @@ def test_a_full_queue_takes_a_request_that_another_group_has_begun() -> None:
 def test_cached_tokens_are_counted_where_a_request_begins(
     output: list[int], num_cached: int
 ) -> None:
-    """A request that continues may find its own blocks, so they do not count as cached."""
+    """A request that continues may find its own blocks in the cache. They do not count as cached
+    tokens.
+    """
     scheduler, params = make_scheduler(), SamplingParams(max_tokens=2)
     scheduler.add(submit("first", range(17), params))
     scheduler.schedule()
@@ -333,7 +335,9 @@ def test_cached_tokens_are_counted_where_a_request_begins(
 
 
 def test_a_request_that_shares_no_blocks_reads_none_from_files() -> None:
-    """After a preemption, the request's hashes are known: other requests may use its blocks."""
+    """After a preemption, the hashes of a request's blocks are known, because other requests may
+    use its blocks. If the request shares none, its hashes are not looked up in files.
+    """
     scheduler = make_scheduler(look_ups=LookUps(Files(lambda block_hash: True)))
     request = make_request("a", 33, prompt_logprobs=0)
     request.hashes = block_hashes(request.tokens.tobytes(), "", 16)
@@ -364,7 +368,9 @@ def test_steps_go_on_while_a_disk_does_not_answer() -> None:
 
 @pytest.mark.parametrize("num_tokens", [5, 16, 33])
 def test_a_request_without_blocks_to_look_up_waits_for_no_disk(num_tokens: int) -> None:
-    """Either no block of the prompt could be read from files, or all its blocks are cached."""
+    """Either the prompt has no full block that files could contain, or all its blocks are in the
+    cache.
+    """
 
     class Silent(LookUps):
         def ask(self, look_up: LookUp[T]) -> Answer[T]:

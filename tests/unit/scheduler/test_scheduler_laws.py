@@ -1,7 +1,7 @@
 """Laws of the scheduler for any number of data-parallel ranks.
 
-Arrivals, lengths, aborts, preemptions, rejected drafts, lost tokens, late grammars and failures of
-devices are random.
+Arrivals, lengths, aborts, preemptions, rejected drafts, lost tokens, grammars that are late, and
+failures of devices are random.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.unit.scheduler.requests import EOS, submit
 VOCABULARY = 40
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48
-PREFIX = list(range(100, 116))  # prompts begin with a part of it, so that the prefix cache is used
+PREFIX = list(range(100, 116))  # prompts begin with a part of PREFIX, so that they share blocks
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Arrival:
         )
 
     def expected(self, index: int) -> tuple[list[int], str]:
-        """Return the output that the request must have in any batch."""
+        """Return the output that the request must get, whatever other requests run with it."""
         tokens = self.prompt(index)
         start = len(tokens)
         limit = min(MAX_MODEL_LEN, start + (self.max_tokens or MAX_MODEL_LEN))
@@ -102,23 +102,23 @@ arrivals = st.lists(
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The size of a group, its limits, and its random events."""
+    """The size of a group, its limits, and the random events that happen to it."""
 
     dp: int
     tp: int
     num_drafts: int
     max_num_seqs: int
-    spare_tokens: int  # number of tokens of a step beyond the tokens for decoding
+    spare_tokens: int  # tokens that a step can run beyond a decode of all rows
     num_blocks: int
     prefix_cache: bool
     loses_tokens: bool
-    compiles: bool = False  # whether some requests wait for grammars
+    compiles: bool = False  # whether some requests must wait for their grammars
     counts_shared: bool = False
     in_flight: int = 2
     exact: bool = False
     num_checkpoints: int | None = None  # None: the model has no recurrent state
     interval: int = 1  # number of blocks between two checkpoints
-    has_files: bool = False  # whether blocks are copied to files, and back
+    has_files: bool = False  # whether blocks are copied to files and back
 
     @property
     def max_tokens(self) -> int:
@@ -146,7 +146,7 @@ def with_files(shape: Shape) -> Shape:
 
 
 shapes_with_files = shapes.map(with_files)
-# With ``counts_shared``, decode steps run without a graph if the cache is full. Such steps are not
+# With ``counts_shared``, decode steps run without a graph if the cache is full. Eager steps are not
 # exact, so ``counts_shared`` is off here.
 exact_shapes = shapes.map(
     lambda s: replace(s, num_drafts=0, prefix_cache=False, counts_shared=False, exact=True)
@@ -173,8 +173,8 @@ def exchange_without_loss(num_tokens: int) -> ExchangeKind:
 
 
 def counted_blocks(plan: StepPlan, records: np.ndarray) -> int:
-    """Return the number of blocks that attention counts for a rank: by the lengths of all requests,
-    including padding.
+    """Return the number of blocks that attention counts for a rank. It sums the blocks of all
+    requests by their lengths, including padding.
     """
     kv_lens = records[:, 1] + records[:, 2]
     lens = kv_lens.tolist()
@@ -186,7 +186,7 @@ def counted_blocks(plan: StepPlan, records: np.ndarray) -> int:
 
 @dataclass
 class World:
-    """A scheduler, its ranks, and all results of each request."""
+    """A scheduler, its ranks, and all outputs of each request."""
 
     shape: Shape
     seed: int
@@ -271,8 +271,8 @@ class World:
                 self.reasons[output.request_id] = output.finish_reason
 
     def turn(self, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """Decide a step if possible, and apply the oldest result if it is due; return whether
-        anything ran.
+        """Run one turn: launch the next step if there is one, and give the scheduler the oldest
+        result if it is due. Return whether anything ran.
         """
         plan = self.scheduler.schedule()
         if plan is not None:
@@ -289,7 +289,7 @@ class World:
         return True
 
     def check_events(self) -> None:
-        """Check that a subscriber of each rank knows the blocks in the rank's prefix cache."""
+        """Check that a subscriber to a rank's events knows the blocks in its prefix cache."""
         for rank, subscriber in zip(self.scheduler.ranks, self.subscribers, strict=True):
             assert rank.pool.events is not None
             if payload := rank.pool.events.take(0.0, rank.index):
@@ -306,7 +306,7 @@ class World:
         return was_busy
 
     def resume(self, *, keeps_kv: bool) -> None:
-        """Simulate that devices failed during the steps in flight, and that the group has
+        """Simulate that devices have failed during the steps in flight, and that the group has then
         resumed.
         """
         for worker in self.group.workers:
@@ -326,7 +326,7 @@ class World:
             self.take([output])
 
     def check_plan(self, plan: StepPlan) -> None:
-        """Check that workers have the scheduler's rows, and that rows write different blocks."""
+        """Check that workers have the scheduler's rows, and that no two rows write to one block."""
         scheduler, decode_len = self.scheduler, self.shape.num_drafts + 1
         batches = [unpack_ints(batch.scheduled, 4) for batch in plan.batches]
         most = max(int(records[:, 2].sum()) for records in batches)
@@ -374,9 +374,9 @@ class World:
         assert orders == sorted(orders)
 
     def check_exact_plan(self, plan: StepPlan) -> None:
-        """Check that the shape in which a request runs does not depend on other requests.
+        """Check that the step's shape, in which a request runs, does not depend on other requests.
 
-        A step runs either a chunk of one prompt, or one token of each request whose prompt has run.
+        A step runs a chunk of one prompt, or one token of each request whose prompt is computed.
         """
         kinds = set()
         for rank, batch in zip(self.scheduler.ranks, plan.batches, strict=True):
@@ -394,12 +394,12 @@ class World:
             assert logits == sorted(logits, reverse=True), "a graph samples its first rows"
         assert len(kinds) == 1
         is_small = max(len(batch.scheduled) for batch in plan.batches) <= 4 * 16
-        # A void step is repeated; the repetition uses all_gather and no graph.
+        # If a step was void, it is repeated with all_gather and without a graph.
         if plan.exchange != "all_gather":
             assert (plan.graph is not None) == (kinds == {False} and is_small)
 
     def check_end(self, arrived: dict[int, Arrival]) -> None:
-        """Check that every request ended once, with the right tokens, and all blocks are free."""
+        """Check that each request ended once with the right tokens, and all blocks are free."""
         assert not self.scheduler.has_work and self.scheduler.num_requests == 0
         assert all(rank.pool.num_used == 0 for rank in self.scheduler.ranks)
         assert self.reasons.keys() == self.got.keys()

@@ -1,6 +1,7 @@
-"""If a model has recurrent state, a prefix is shared only if its blocks and a checkpoint exist.
+"""If a model has recurrent state, requests share a prefix only if its blocks and a checkpoint at
+its end exist.
 
-The fake worker checks that each request continues from the state after its own tokens.
+The fake worker checks that each request continues from the state that its own tokens lead to.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PROMPT = list(range(100, 113))  # three full blocks, and one token
 
 
 class Group:
-    """A scheduler and a fake worker; requests run one after another, or together."""
+    """A scheduler and a fake worker. Tests run requests one after another, or together."""
 
     def __init__(
         self,
@@ -46,10 +47,10 @@ class Group:
             GraphDispatcher(make_plan(1, 2)),
             max_model_len=64,
         )
-        self.cached: dict[str, int] = {}  # for each request, number of tokens from the cache
-        self.rows: list[int] = []  # the row of each start of a request
+        self.cached: dict[str, int] = {}  # for each request, the number of its cached tokens
+        self.rows: list[int] = []  # for each start of a request, its row
         self.num_tokens = 0  # number of tokens that all steps have run
-        self.got: Counter[str] = Counter()  # for each request, number of its tokens
+        self.got: Counter[str] = Counter()  # for each request, the number of tokens that it got
         self._worker = FakeWorker(num_blocks, BLOCK, has_state=True)
         steps = chain(compile_steps, repeat(0))
         self._group = FakeGroup([self._worker], compile_steps=lambda: next(steps))
@@ -73,12 +74,14 @@ class Group:
                 self.cached.setdefault(output.request_id, output.num_cached_tokens)
 
     def abort_devices(self) -> None:
-        """All running requests wait again, and start from their checkpoints."""
+        """Abort the devices: all running requests wait again, and then start from their
+        checkpoints.
+        """
         self._worker.resume(0)
         self.scheduler.rewind(self.scheduler.epoch + 1)
 
     def serve(self, name: str, prompt: Sequence[int], salt: str = "") -> int:
-        """Run a request to its end; return the number of tokens that it took from the cache."""
+        """Run a request to its end; return the number of its tokens that were cached."""
         self.submit(name, prompt, salt=salt)
         while self.scheduler.has_work:
             self.turn()
@@ -98,7 +101,7 @@ def test_blocks_without_a_checkpoint_are_not_shared() -> None:
     group = Group(num_checkpoints=1)
     group.serve("donor", PROMPT)
     assert group.serve("hit", [*PROMPT, 1]) == 12
-    group.serve("other", [*range(5)])  # this request takes the only checkpoint
+    group.serve("other", [*range(5)])  # this request overwrites the only checkpoint
 
     assert group.pool.num_cached >= 4, "the blocks are there"
     assert group.serve("late", PROMPT) == 0
@@ -107,18 +110,20 @@ def test_blocks_without_a_checkpoint_are_not_shared() -> None:
 def test_a_prefix_ends_at_the_last_checkpoint_that_is_left() -> None:
     group = Group(num_checkpoints=2, interval=2)
     group.serve("donor", PROMPT)  # this request stores checkpoints after 8 and after 12 tokens
-    group.serve("other", [*range(5)])  # this request takes the older checkpoint
+    group.serve("other", [*range(5)])  # this request overwrites the older checkpoint
 
     assert group.serve("long", PROMPT) == 12
     assert group.serve("short", [*PROMPT[:8], 1, 2]) == 0
 
 
 def test_a_checkpoint_without_all_of_its_blocks_is_not_used() -> None:
-    """The first block of a prefix was evicted; the last block is still in the cache."""
+    """The first block of the prefix was evicted. The last block, with the checkpoint, is still in
+    the cache.
+    """
     group = Group(num_checkpoints=2, num_blocks=5)
     pool, request = group.pool, submit("r", PROMPT[:9], SamplingParams())
     prefixes = Prefixes(pool)
-    prefixes.match(request)  # this computes the hashes of the request's two blocks
+    prefixes.match(request)  # computes the hashes of the request's two blocks
     for block, block_hash in zip(pool.allocate(2), request.hashes, strict=True):
         pool.store(block, block_hash)
         pool.free([block])  # the block that is freed first is evicted first
@@ -178,7 +183,9 @@ def test_a_request_that_compiles_alone_repeats_only_the_tokens_after_its_last_ch
 
 @pytest.mark.parametrize("num_steps", [3, 20, 70])
 def test_a_request_that_compiles_alone_runs_one_token_per_step(num_steps: int) -> None:
-    """Without checkpoints, the prompt is not repeated in each step of the compilation."""
+    """While the grammar is compiled, the prompt is not computed again in each step, although there
+    are no checkpoints.
+    """
     prompt = range(100, 131)
     group = Group(num_checkpoints=0, compile_steps=[num_steps])
     group.submit("form", prompt, count=2)

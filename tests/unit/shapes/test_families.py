@@ -1,4 +1,4 @@
-"""Tests the values that are read from published config.json files of families besides DeepSeek."""
+"""The values that are read from published config.json files of families other than DeepSeek."""
 
 from __future__ import annotations
 
@@ -371,7 +371,7 @@ def test_the_name_that_a_family_gives_to_a_key_has_priority(tmp_path: Path, orde
 
 
 def test_dots_llm1_is_read_as_published(tmp_path: Path) -> None:
-    """The published file has the name of the method as the name of the scores."""
+    """In the published file, ``scoring_func`` has a value that belongs to ``topk_method``."""
     config = SMALL | {
         "architectures": ["Dots1ForCausalLM"], "scoring_func": "noaux_tc", "n_routed_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
@@ -385,7 +385,7 @@ def test_dots_llm1_is_read_as_published(tmp_path: Path) -> None:
 
 
 def test_older_keys_of_gemma_3_are_those_of_newer_files(tmp_path: Path) -> None:
-    """The published files have Gemma's older keys. transformers 5 saves one object per type."""
+    """Published files have Gemma's older keys. transformers 5 saves one object per layer type."""
     pattern = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 32}
     older = {
         "rope_theta": 1e6, "rope_local_base_freq": 2e4, "sliding_window_pattern": 3,

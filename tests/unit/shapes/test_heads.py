@@ -1,4 +1,4 @@
-"""Tests two numbers: heads on each rank, and heads that attend together over a shared cache."""
+"""Two numbers: the heads on each rank, and the heads of all ranks that share a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broken or malicious checkpoints are refused with one sentence, before anything is started."""
+"""Broken or malicious checkpoints are refused with one sentence, before any process is started."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_files_that_are_not_one_checkpoint_are_refused(tmp_path, names, words):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_link_to_nothing_is_named(tmp_path, name):
-    """Copies of a hub's cache can consist of such links."""
+    """A copy of a hub's cache can consist of links to files that were not copied."""
     write(tmp_path, "config.json", V3)
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).symlink_to("../blobs/gone")

@@ -1,4 +1,4 @@
-"""The indexer of sparse attention, read from config.json."""
+"""The facts about the indexer of sparse attention are read from config.json."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_latent_in_int8_has_its_scales_in_its_row(tmp_path: Path) -> None:
 
     cache = KVCacheSpec.from_config(config, spec)
 
-    # 512 values, 64 elements of two bytes, and 4 scales of four bytes
+    # a row: 512 values, 64 elements of two bytes, and 4 scales of four bytes
     assert cache.bytes_per_block == spec.num_layers * 128 * ((512 + 128 + 16) + 128 * 2)
 
 

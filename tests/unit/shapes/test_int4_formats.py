@@ -1,4 +1,4 @@
-"""Tests which matrices have four bits, and how many bytes a plan counts for these matrices."""
+"""The matrices whose weights have four bits, and the bytes that a plan counts for them."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_only_parts_with_four_bits_become_smaller(tmp_path: Path, layout: dict[s
     wide = bytes_of(write(tmp_path), **layout)
     narrow = bytes_of(write(tmp_path, KIMI), **layout)
 
-    # In place of two bytes, an element has half a byte; 32 elements share a scale of two bytes.
+    # An element has half a byte in place of two bytes, and 32 elements share a scale of two bytes.
     assert narrow["experts"] == wide["experts"] * 9 // 32
     assert narrow.pop("offsets of experts") == wide["experts"] // V3_SPARSE // 2 * 2 // 3 // 16
     assert wide | {"experts": narrow["experts"]} == narrow
@@ -151,7 +151,7 @@ def test_parts_of_ranks_that_no_operator_takes_are_refused(
 
 
 def test_experts_whose_hidden_states_no_operator_takes_are_refused(tmp_path: Path) -> None:
-    """As the group is a whole row, only the operator limits the hidden size."""
+    """Here, a group is a whole row, so only the operator limits the hidden size."""
     name = "model.layers.3.mlp.experts.0.up_proj.weight"
     write(tmp_path, None, {"group_size": 0, name: "W4A8_DYNAMIC"}, hidden_size=7200)
     config = make_config({"model": str(tmp_path)})

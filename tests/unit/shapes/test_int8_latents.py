@@ -1,4 +1,4 @@
-"""``kv.dtype: int8`` is refused in one sentence where no operator can read such a cache."""
+"""If no operator can read a cache in int8, ``kv.dtype: int8`` is refused with one sentence."""
 
 from __future__ import annotations
 

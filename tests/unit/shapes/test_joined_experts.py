@@ -1,4 +1,6 @@
-"""A checkpoint whose experts are one tensor is refused early where it must become int8."""
+"""If experts must be quantised to int8, a checkpoint with all experts in one tensor is refused
+before ranks load it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def read(directory: Path, *tensors: str, weights: str = "checkpoint") -> None:
 
 @pytest.mark.parametrize("tensors", [(), (JOINED,), (SEPARATE, JOINED)], ids=len)
 def test_experts_in_one_tensor_are_not_made_int8(tmp_path: Path, tensors: tuple[str, ...]) -> None:
-    """Without files, the experts are expected as the authors publish them."""
+    """If the weight files are missing, the experts are expected in the form in which the authors
+    publish them.
+    """
     with pytest.raises(ConfigError, match="w8a8; the experts of a layer are one tensor"):
         read(tmp_path, *tensors)
 

@@ -1,4 +1,6 @@
-"""Layers of linear attention, read from config.json, and the bytes of their states."""
+"""The facts about layers of linear attention are read from config.json; they give the bytes of
+states.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests what a configuration demands of its model, and the facts that are read about the model."""
+"""The demands of a configuration on its model, and the facts that are read about the model."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_settings_for_parts_that_a_model_has_are_accepted(tmp_path: Path) -> Non
 def test_qwen3_next_has_a_next_token_module_unless_config_json_says_otherwise(
     tmp_path: Path,
 ) -> None:
-    # the published config.json does not mention the module
+    # the published config.json does not mention its next-token module
     published = {"architectures": ["Qwen3NextForCausalLM"]}
 
     assert read(tmp_path, **published).num_draft_layers == 1

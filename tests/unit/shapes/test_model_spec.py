@@ -1,4 +1,4 @@
-"""The values read from config.json, compared with those that DeepSeek published."""
+"""The values that are read from config.json are compared with those that DeepSeek published."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
-# The published values without quantization_config, as in a checkpoint converted to bfloat16.
+# The published config.json without quantization_config, as in a checkpoint that was converted to
+# bfloat16.
 V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,

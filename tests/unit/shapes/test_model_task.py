@@ -1,4 +1,4 @@
-"""The task of a model, from its configuration and the files of its checkpoint."""
+"""A model's task follows from the configuration and from the files of the checkpoint."""
 
 from __future__ import annotations
 

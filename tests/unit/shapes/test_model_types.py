@@ -1,4 +1,6 @@
-"""A config.json without ``architectures`` is a model of the class that transformers chooses."""
+"""A config.json without ``architectures`` is read as the model class that transformers would
+choose.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from dist_aclgraph.shapes.family_keys import ARCHITECTURES
 from dist_aclgraph.shapes.model_config import read_model_config
 
 SHAPES = Path(__file__).parents[3] / "configs" / "shapes"
-# The keys of these published files differ from those of Llama.
+# The published files of these types use other keys than Llama.
 KEPT_NAMES = {"internlm3": "InternLM3ForCausalLM", "iquestcoder": "IQuestCoderForCausalLM"}
 
 
@@ -29,7 +31,7 @@ def architecture_of(directory: Path, **keys: Any) -> str:
 
 def test_each_type_of_transformers_that_is_served_has_the_class_of_transformers() -> None:
     texts, images = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    # A checkpoint with an image encoder has the names of weights of the class for images.
+    # In a checkpoint with an image encoder, weights are named as in the model class for images.
     named = {**texts, **images, **KEPT_NAMES}
     served = {kind: name for kind, name in named.items() if name in READERS}
     del served["shieldgemma2"]  # gives scores of safety

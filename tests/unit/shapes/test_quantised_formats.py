@@ -1,4 +1,4 @@
-"""Quantised checkpoints: supported formats are read, and other formats are refused."""
+"""Supported formats of quantised checkpoints are read, and all other formats are refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Context lengths are derived as in vLLM; contradictory keys of the rotary embedding are refused.
+"""The context length is derived from config.json as in vLLM. Contradictory keys of the rotary
+embedding are refused.
 
-``tests/engine/test_rotary.py`` compares frequencies with transformers.
+``tests/engine/test_rotary.py`` compares the frequencies with those of transformers.
 """
 
 from __future__ import annotations

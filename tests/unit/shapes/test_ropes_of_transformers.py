@@ -1,4 +1,4 @@
-"""The service and transformers read the same rotary embeddings from a config.json."""
+"""From the same config.json, the service and transformers read the same rotary embeddings."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def test_embeddings_of_types_of_layers_are_those_of_transformers(
 def test_an_embedding_that_transformers_ignores_is_refused(
     tmp_path: Path, family: tuple[str, str], flat: dict[str, Any]
 ) -> None:
-    """Only an override can say that the embedding is meant for layers without a window."""
+    """It is not clear that the embedding is meant for layers without a window. Only an override can
+    say this.
+    """
     write(tmp_path, family, rope_parameters=flat, rope_theta=3e5)
     ignored = AutoConfig.from_pretrained(tmp_path).rope_parameters[FULL_ATTENTION]
     assert values(ignored) == ("default", 3e5, 1.0)
@@ -107,7 +109,7 @@ def test_the_rotated_part_is_that_of_transformers(
 
 
 def test_sections_that_do_not_fit_the_rotated_part_are_refused(tmp_path: Path) -> None:
-    """transformers cannot run such a model, so it is not known which part is meant."""
+    """transformers cannot run such a model, so it is unknown which part would be rotated."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     family = ("Glm4vForConditionalGeneration", "glm4v")
     write(tmp_path, family, head_dim=32, rope_parameters={**rope, "partial_rotary_factor": 0.5})

@@ -1,4 +1,6 @@
-"""Tests which layers have a sliding window, and for which lengths, by the rules of transformers."""
+"""The layers that have a sliding window, and the sizes of their windows, follow the rules of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def read(directory: Path, **keys: Any) -> ModelFacts:
         ({}, [2, 3]),
         ({"max_window_layers": 0}, [0, 1, 2, 3]),
         ({"max_window_layers": 4}, []),
-        ({"max_window_layers": None}, []),  # the default is 28, more than the model has layers
+        ({"max_window_layers": None}, []),  # the default is 28; there are fewer layers
         ({"use_sliding_window": False}, []),
         ({"sliding_window": None}, []),
         ({"layer_types": [SLIDING, FULL, SLIDING, FULL]}, [0, 2]),

@@ -1,4 +1,4 @@
-"""The same layers have no rotary embedding as in transformers' configurations."""
+"""The layers without a rotary embedding are the same as in the configurations of transformers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, 
 
 
 def without_rotation(config: Any) -> set[int]:
-    """Return the layers in which transformers' attention of this family rotates nothing."""
-    if isinstance(config, SmolLM3Config):  # the list has 1 for a layer that rotates
+    """Return the layers in which attention, in transformers, rotates nothing."""
+    if isinstance(config, SmolLM3Config):  # its list has 1 for each layer that rotates
         return {i for i, rotates in enumerate(config.no_rope_layers) if not rotates}
     return {i for i, kind in enumerate(config.layer_types) if kind == "full_attention"}
 

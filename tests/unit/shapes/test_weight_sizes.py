@@ -1,4 +1,6 @@
-"""The number of bytes of weights is compared with the published sizes of models."""
+"""The computed number of bytes of a model's weights is compared with the published size of the
+model.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def test_deepseek_v3_has_671_billion_parameters() -> None:
 
 
 def test_its_next_token_module_has_14_billion_with_the_embedding_and_head_it_shares() -> None:
-    # The model card says 685B on Hugging Face: 671B of the main model, and 14B of this module.
+    # By the model card on Hugging Face, there are 685B parameters: 671B of the main model, and 14B
+    # of this module.
     spec = read_model_spec(SHAPES / "deepseek-v3")
     alone = elements("deepseek-v3", drafts=True) - elements("deepseek-v3")
     assert round((alone + 2 * spec.vocab_size * spec.hidden_size) / 1e9) in (13, 14)
@@ -46,7 +49,8 @@ def test_qwen3_has_235_billion_parameters() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "billions", "tolerance"),
-    # Billions of parameters, as the authors publish them; gpt-oss's card has two decimal places.
+    # Billions of parameters, as the authors publish them. gpt-oss's model card has two decimal
+    # places.
     [("glm-4.5", 355, 0.015), ("glm-4.5-air", 106, 0.015), ("minimax-m2", 230, 0.015),
      ("kimi-k2", 1040, 0.015), ("qwen3-next-80b-a3b", 80, 0.015),
      ("qwen3.5-397b-a17b", 397, 0.015), ("glm-5", 744, 0.015), ("deepseek-v3.2", 671, 0.015),
@@ -56,7 +60,8 @@ def test_qwen3_has_235_billion_parameters() -> None:
 def test_other_families_have_the_published_numbers_of_parameters(
     shape: str, billions: float, tolerance: float
 ) -> None:
-    # All elements have four bytes here, so elements that are always float32 count like the others.
+    # All elements have four bytes here, so that those that are always float32 count like the
+    # others.
     assert elements(shape, element_bytes=4) / 4e9 == pytest.approx(billions, rel=tolerance)
 
 
@@ -119,7 +124,7 @@ PUBLISHED = {
         "moe_k": 8, "moe_num_shared_experts": 0, "moe_intermediate_size": 3584,
         "moe_layer_start_index": 3, "tie_word_embeddings": False,
     }),
-    # Gemma's report counts the text part without the image encoder.
+    # Gemma's report counts the text model without the image encoder.
     "Gemma 3 1B": (1.0, {
         "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262144, "hidden_size": 1152,
         "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
@@ -270,7 +275,7 @@ def test_spreading_experts_or_splitting_them_costs_a_rank_the_same(shape: str) -
 def test_routers_are_float32_whatever_the_others_are() -> None:
     spec = read_model_spec(SHAPES / "deepseek-v3")
     routers = dict(weight_parts(spec, tp=8, ep=32, element_bytes=2))["routers"]
-    assert routers == 58 * 256 * (7168 + 1) * 4  # + 1 for the bias with which experts are chosen
+    assert routers == 58 * 256 * (7168 + 1) * 4  # + 1 for the bias in the choice of experts
 
 
 def test_int8_halves_the_quantised_weights() -> None:

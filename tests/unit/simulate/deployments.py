@@ -1,4 +1,4 @@
-"""Deployments of a model that consists only of a config.json."""
+"""Makes deployments for a model that consists only of a config.json."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SHAPE = {
 
 
 def make(checkpoint: Path, **sections: Any) -> Config:
-    """Return a configuration with decode graphs of 1, 2, 4 and 8, and with a documented budget
-    model.
+    """Return a configuration with decode graphs of the sizes 1, 2, 4 and 8, and with a documented
+    budget model.
     """
     graph = {"budget_model": "cann-pinned", "lazy": "off", "rebucket_s": 0.0}
     raw = {

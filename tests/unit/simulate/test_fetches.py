@@ -1,4 +1,4 @@
-"""Simulated fetches of KV between nodes take time, and have the limits of real fetches."""
+"""Simulated fetches of KV between nodes take time, and have the same limits as real fetches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def node(*names: bytes, states: tuple[bytes, ...] | None = None) -> SimulatedNod
 
 
 class World:
-    """A node that fetches from another node; the files of a block take two seconds."""
+    """A node that fetches from another node. The fetch of one block's files takes two seconds."""
 
     def __init__(self, block_s: float = 2.0, **here: Any) -> None:
         self.now_s = 100.0
@@ -48,7 +48,7 @@ class World:
         self.fetches = SimulatedFetches(self.here, block_s, lambda: self.now_s)
 
     def end(self) -> float:
-        """Let the next fetch end; return the time that has passed."""
+        """Let the next fetch end; return the simulated time that has passed, in seconds."""
         before_s, self.now_s = self.now_s, self.fetches.next_end_s
         assert self.fetches.advance(self.now_s)
         return self.now_s - before_s
@@ -117,7 +117,8 @@ def test_a_request_waits_as_long_as_its_blocks_are_fetched(
     for _ in decode.play_until(math.inf, lambda: None):
         pass
 
-    # Two blocks are fetched; the other 8 tokens of the prompt, and the output, need one step.
+    # Two blocks are fetched. The other 8 tokens of the prompt run in one step, which also gives the
+    # output.
     assert decode.clock_s == pytest.approx(1.0 if is_same_node else 1.0 + 2 * 0.25)
     assert decode.copies is not None and decode.copies.num_loaded == {HOST: 2}
     assert decode.fetches is not None and decode.fetches.num_blocks == (0 if is_same_node else 2)

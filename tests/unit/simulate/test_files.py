@@ -1,4 +1,6 @@
-"""Simulated copies of KV: the scheduler decides as with real workers, and copies take time."""
+"""In a simulation with copies of KV, the scheduler decides as with real workers, and copies take
+time.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def configure(checkpoint: Path, num_blocks: int, **sections: Any) -> Config:
 
 
 class Steady(random.Random):
-    """Lets ``FakeFiles`` fail and delay nothing."""
+    """Stands for a random generator. With it, ``FakeFiles`` never fails and never delays."""
 
     def random(self) -> float:
         return 0.99
@@ -127,7 +129,7 @@ def test_a_request_waits_as_long_as_its_blocks_are_read(checkpoint: Path) -> Non
     )
 
     # The second prompt evicts the blocks of the first one. Steps have 32 tokens, so prompts of 40,
-    # 70 and 8 tokens need two steps, three steps and one step.
+    # 70 and 8 tokens need 2, 3 and 1 steps.
     assert simulated.latencies.first_token_s == [2, 3, 2 * 0.25 + 1]
     assert simulated.copies is not None and simulated.copies.num_loaded == {HOST: 2}
     assert simulated.scheduler.num_cached_tokens == 32
@@ -172,7 +174,7 @@ def shared_load(**fields: Any) -> LoadOptions:
 
 
 def test_copies_shorten_the_time_to_the_first_token(checkpoint: Path) -> None:
-    """One cache of 32 blocks cannot hold twelve prefixes of eight blocks."""
+    """A cache of 32 blocks cannot hold all twelve prefixes of eight blocks each."""
     config = configure(checkpoint, 33)
     times = StepTimes(base_s=0.01, token_s=0.0005, capture_s=0.0)
 

@@ -1,5 +1,5 @@
-"""The simulated loop gives counts that were computed by hand, and makes the decisions of the real
-scheduler.
+"""The simulated loop gives the counts that were computed by hand, and decides as the real scheduler
+does.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_requests_that_the_scheduler_refuses_are_counted(checkpoint: Path) -> No
 
     assert found.counts.refused == {"RequestTooLongError": 1, "QueueFullError": 2}
     assert found.counts.finished == 3
-    assert found.counts.most_waiting == 3  # one of these requests gets a row in the next step
+    assert found.counts.most_waiting == 3  # one of these three gets a row in the next step
 
 
 def test_a_cache_that_is_too_small_preempts(checkpoint: Path) -> None:
@@ -127,7 +127,7 @@ arrivals = st.lists(
 
 
 class DrawnDrafts:
-    """Lets a ``FakeWorker`` accept the drafts that a simulated group would accept."""
+    """Lets a ``FakeWorker`` accept as many drafts as a simulated group would accept."""
 
     def __init__(self, num_drafts: int, accepted: float) -> None:
         self._num_drafts, self._accepted = num_drafts, accepted
@@ -135,7 +135,7 @@ class DrawnDrafts:
         self._next: deque[int] = deque()
 
     def draw(self, batch: RankBatch) -> None:
-        """Draw the numbers of accepted drafts in a step."""
+        """Draw, for each request of a step, the number of accepted drafts."""
         logits = [n for *_, n in unpack_ints(batch.scheduled, 4).tolist() if n]
         if self._num_drafts:
             is_right = self._random.random((len(logits), self._num_drafts)) < self._accepted
@@ -143,7 +143,7 @@ class DrawnDrafts:
             self._next.extend(count for count, n in zip(right, logits, strict=True) if n > 1)
 
     def next(self) -> int:
-        """Return the number of accepted drafts for the step's next request."""
+        """Return the drawn number of accepted drafts for the step's next request."""
         return self._next.popleft()
 
 
@@ -152,7 +152,7 @@ class DrawnDrafts:
     arrivals,
     st.integers(1, 8),
     st.integers(8, 64),
-    st.integers(10, 40),  # blocks of 16 tokens: one request has at most 130 tokens, and drafts
+    st.integers(10, 40),  # blocks of 16 tokens; a request has at most 130 tokens, and drafts
     st.integers(1, 2),
     st.integers(0, 2),
     st.sampled_from([0.0, 0.5, 1.0]),
@@ -214,7 +214,7 @@ def test_the_simulation_decides_as_the_scheduler_does_with_a_worker(
     assert simulated.dispatcher.report() == dispatcher.report()
     assert simulated.scheduler.num_preemptions == scheduler.num_preemptions
     assert simulated.scheduler.stats() == scheduler.stats()
-    # The counts of the tally equal the counts of the dispatcher.
+    # The counts of the simulation's tally equal those of the real dispatcher.
     shares, counters = simulated.tally.all, dispatcher.report()
     assert shares.eager_steps == sum(counters["misses"].values())
     assert shares.padded_tokens == counters["padded_tokens"]
@@ -269,7 +269,7 @@ def test_prompts_take_the_time_of_the_largest_share_of_a_rank(checkpoint: Path) 
 
     found = play(group(config, StepTimes(base_s=1.0, token_s=0.5)), [Arrival(0, 40, 2)])
 
-    # Each of two ranks runs 20 of 40 prompt tokens; then both ranks decode the same token.
+    # Each of two ranks runs 20 of the 40 prompt tokens. Then both ranks decode the same token.
     assert [step["tokens"] for step in found.tally.by_tokens()] == [1, 20]
     assert found.counts.generated_tokens == 2
     assert found.clock_s == 2 * 1.0 + 0.5 * (20 + 1)
@@ -281,7 +281,8 @@ def test_shards_of_a_cache_hold_longer_requests(checkpoint: Path) -> None:
         play(group(make(checkpoint, parallel={"tp": 4, "dcp": dcp})), load) for dcp in (1, 2)
     )
 
-    # 64 blocks of 16 tokens hold 1024 tokens; with two shards, 64 blocks hold 2048 tokens.
+    # 64 blocks of 16 tokens hold 1024 tokens. With two shards, each block holds 32 tokens, so 64
+    # blocks hold 2048.
     assert whole.counts.refused == {"RequestTooLongError": 1}
     assert sharded.counts.finished == 1
 
@@ -305,7 +306,7 @@ def test_a_plan_follows_its_traffic_while_it_is_simulated(checkpoint: Path) -> N
     assert simulated.counts.plan_changes == 1
     new = set(simulated.dispatcher.plan.families[0].buckets) - set(first)
     assert simulated.counts.plan_captures == simulated.ranks.captures == len(new)
-    # The plan changes only after 256 observed steps, and steps run between the captures.
+    # The plan changes only after 256 observed steps, and further steps run between the captures.
     assert 300 < simulated.versions[1]["at_s"] < 400
     assert simulated.tally.over_time.report()[-1]["padding_share"] == 7 / 24
     assert simulated.most_streams == {"full decode": 4, "fixed": 0, "all": 4}
@@ -355,8 +356,8 @@ def test_a_group_without_requests_changes_its_graphs_while_it_waits(checkpoint: 
     )
     simulated = group(config)
 
-    # The first requests end within 200 seconds. No other request arrives before the buckets are
-    # chosen again.
+    # The first requests end within 200 seconds. The next request arrives only after the buckets
+    # were chosen again.
     load = [Arrival(0, 1, 200)] * 17 + [Arrival(10_000, 1, 2)]
     play(simulated, load)
 

@@ -1,5 +1,5 @@
-"""Traces and drawn loads: valid lines, errors for invalid lines, and the distribution of drawn
-loads.
+"""Loads of simulations: valid lines of traces, errors for invalid lines, and the distribution of
+drawn loads.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Routing by cached prefixes is better than routing by numbers of requests, if requests share
-prefixes.
+"""If requests share prefixes, routing by cached prefixes finds more cached tokens than routing by
+numbers of requests.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def rows(config: Config, load: LoadOptions) -> dict[str, dict]:
 def test_shared_beginnings_are_found_in_caches_more_often_than_by_counting_requests(
     checkpoint: Path,
 ) -> None:
-    """All beginnings need 192 blocks, so they fit in the caches of three groups, but not in one
-    cache.
+    """All shared beginnings together need 192 blocks. They fit in the caches of three groups, but
+    not in one.
     """
     found = rows(four_groups(checkpoint), options())
 

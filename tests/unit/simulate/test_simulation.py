@@ -1,4 +1,4 @@
-"""Tests of whole simulations: which groups are simulated, how a load ends, and comparisons."""
+"""Whole simulations: the groups that are simulated, the end of a load, and comparisons."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_one_group_stands_for_all_that_offer_the_same(checkpoint: Path) -> None:
     (group,) = report["groups"]
     assert (report["num_groups"], group["stands_for"]) == (4, 4)
     assert "lockstep group 0 was simulated and stands for 4 groups" in str(report["assumptions"])
-    # Each group gets a quarter of the load.
+    # Each of the four groups gets a quarter of the load.
     assert group["requests"] == alone["groups"][0]["requests"]
     assert group["replays"] == alone["groups"][0]["replays"]
     assert report["overall"]["steps"] == 4 * alone["overall"]["steps"]
@@ -96,7 +96,7 @@ def test_requests_of_a_trace_are_dealt_in_turn(checkpoint: Path, tmp_path: Path)
 
     assert every["requests"]["finished"] == 10
     assert every["eager_steps"] == {"prefill": 10}
-    # The group gets every third request, and these requests have prompts of 4 tokens.
+    # The simulated group gets every third request. These requests have prompts of 4 tokens.
     assert {row["tokens"] for row in every["by_tokens"]} == {1, 4}
     assert some["requests"]["finished"] == 3
     assert early["requests"]["finished"] == 4
@@ -423,8 +423,8 @@ def test_drafts_are_accepted_as_often_as_given(tmp_path: Path) -> None:
 
     (group,) = run(config, load)["groups"]
 
-    # A verification gives 1 + 0.7 + 0.49 tokens on average. The last verification of a request may
-    # give fewer tokens.
+    # A verification of two drafts gives 1 + 0.7 + 0.49 tokens on average. The last verification of
+    # a request may give fewer.
     replayed = sum(group["replays"].values())
     assert replayed > 100
     assert 1.9 < group["drafts"]["tokens_per_verification"] < 2.25

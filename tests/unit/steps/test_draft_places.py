@@ -13,9 +13,9 @@ BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS = 4, 5, 6
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[np.ndarray, int, np.ndarray, np.ndarray]:
-    """Draw a batch of rows with the blocks that they need.
+    """Draw a batch of rows, with the blocks that the rows need.
 
-    A row verifies drafts, ends its prompt, or is in the middle of its prompt.
+    In the batch, a row verifies drafts, ends its prompt, or is in the middle of its prompt.
     """
     k = draw(st.integers(1, 3))
     rows = draw(st.permutations(range(MAX_ROWS)))[: draw(st.integers(1, MAX_ROWS))]

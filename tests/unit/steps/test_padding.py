@@ -1,4 +1,4 @@
-"""Laws of the lengths to which a step is padded in a graph."""
+"""Laws of padding: the lengths that a step gets when it runs in a graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_SEQS = 16
 def mixed_steps(draw: st.DrawFn) -> tuple[BatchDescriptor, list[int], list[int]]:
     """Draw a graph for mixed batches, and requests that fit in the graph.
 
-    The lists contain each request's number of queries and number of earlier tokens.
+    Return the graph, and for each request its number of queries and its number of earlier tokens.
     """
     queries = draw(st.lists(st.integers(1, 40), max_size=MAX_SEQS))
     bucket = sum(queries) + draw(st.integers(0 if queries else 1, 60))
@@ -97,7 +97,7 @@ def test_where_caches_are_sharded_each_token_has_its_own_length_on_each_shard(
         for token, length in enumerate(seen):
             kept = [row[token] for row in rows]
             empty = [length <= shards.first_position(shard) for shard in range(count)]
-            assert sum(kept) - sum(empty) == length  # an empty shard has length one
+            assert sum(kept) - sum(empty) == length  # an empty shard gets the length one
 
 
 @given(mixed_steps(), st.sampled_from((1, 4, 16)))

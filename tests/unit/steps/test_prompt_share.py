@@ -1,5 +1,5 @@
-"""Laws of steps that ranks split: the ranks' parts together are the whole step, and each rank finds
-the results of all requests.
+"""Laws of steps that ranks split among themselves. The parts of all ranks together are the whole
+step, and each rank finds the results of all requests.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_every_rank_finds_every_place(lens: list[tuple[int, int]], num_ranks: in
         owners, landings = share.prompts.owners, share.prompts.landings
         found = [shares[o].token_ids[i] for o, i in zip(owners, landings, strict=True)]
         assert found == step.places.tolist()
-        # The places that this rank owns point at the right tokens of the rank's part.
+        # The places that this rank owns point at the right tokens in the rank's part of the step.
         own = owners == share.prompts.rank
         assert (share.token_ids[share.places][own] == step.places[own]).all()
 
@@ -97,7 +97,7 @@ def test_every_rank_finds_every_place(lens: list[tuple[int, int]], num_ranks: in
 def test_direct_rows_see_the_keys_up_to_their_own(
     lens: list[tuple[int, int]], num_ranks: int, heads: int, interleave: int, takes_long: bool
 ) -> None:
-    """On all shards together, each row's last query attends to all positions up to its own."""
+    """Summed over all shards, each row's last query attends to all positions up to its own."""
     step = make_step(lens)
     for rank in range(num_ranks):
         share = share_prompts(step, num_ranks, rank)
