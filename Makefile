@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run quick test test-more test-paused test-all test-clients test-cluster test-upstream test-versions test-vllm-ascend lint demo-model bench-arrivals bench-decode bench-tp8 bench-moe bench-context bench-load \
-	bench-hybrid bench-kv bench-messages bench-overlap bench-overload bench-rehearsal bench-scale bench-serve bench-simulate bench-start bench-step bench-structured chaos perf-gate soak setup setup-bench setup-clients \
+	bench-hybrid bench-kv bench-messages bench-overlap bench-overload bench-rehearsal bench-scale bench-serve bench-simulate bench-start bench-step bench-structured bench-vllm-ascend chaos perf-gate soak setup setup-bench setup-clients \
 	setup-dev setup-vllm emulator emulator-wheel python
 
 help: ## Show the targets
@@ -102,10 +102,17 @@ test-upstream: setup-dev emulator ## Run torch_npu's tests of CHECKOUT=dir (Asce
 # has the packages of $(VENV), and its own packages before them.
 VLLM := .venv-vllm
 VLLM_VERSION := 0.27.1
+HAS_VLLM_ASCEND = @test -d "$(CHECKOUT)/vllm_ascend" || { echo "CHECKOUT=$(CHECKOUT) is no work tree of vllm-ascend:" \
+  "get it with git clone https://github.com/vllm-project/vllm-ascend.git" >&2; exit 1; }
 test-vllm-ascend: setup emulator setup-vllm ## Compare tokens of vllm-ascend (CHECKOUT=dir) on the emulated NPU with ours
-	@test -d "$(CHECKOUT)/vllm_ascend" || { echo "CHECKOUT=$(CHECKOUT) is no work tree of vllm-ascend: get it with" \
-	  "git clone https://github.com/vllm-project/vllm-ascend.git" >&2; exit 1; }
+	$(HAS_VLLM_ASCEND)
 	$(BIN)/python -m tools.test_vllm_ascend $(CHECKOUT) $(VLLM)
+
+KERNELS ?= timed
+MODE ?= FULL_DECODE_ONLY
+bench-vllm-ascend: setup-bench emulator setup-vllm ## Measure streams over HTTP, beside vllm-ascend (CHECKOUT=dir); KERNELS=skip
+	$(HAS_VLLM_ASCEND)
+	$(BIN)/python -m tools.bench_vllm_ascend $(CHECKOUT) $(VLLM) --kernels $(KERNELS) --mode $(MODE)
 
 VLLM_PINS := emulator/for_vllm_ascend/requirements.txt
 VLLM_PIP = $(VLLM)/bin/python -m pip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -139,9 +140,18 @@ class LatentShape(Decoder):
         }
 
 
-def write_checkpoint(shape: Decoder, directory: Path, dtype: torch.dtype) -> Path:
+def write_checkpoint(
+    shape: Decoder,
+    directory: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    zeros: Collection[str] = (),
+) -> Path:
     """Write config.json and model.safetensors with random weights of a fixed seed. Return the
     directory.
+
+    Args:
+        zeros: names of matrices that contain zeros. If the head contains zeros, each greedy token
+            is 0.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = {**shape.config(), "torch_dtype": str(dtype).removeprefix("torch.")}
@@ -151,6 +161,7 @@ def write_checkpoint(shape: Decoder, directory: Path, dtype: torch.dtype) -> Pat
         name: torch.ones(size, dtype=dtype)
         if len(size) == 1
         else (torch.randn(size, generator=generator) * size[1] ** -0.5).to(dtype)
+        * (name not in zeros)
         for name, size in shape.sizes().items()
     }
     save_file(tensors, str(directory / "model.safetensors"), {"format": "pt"})

@@ -13,7 +13,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,43 @@ emulated_npu = sitecustomize:register
 """,
     "torchvision": "",
 }
+
+
+@dataclass(frozen=True)
+class Peer:
+    """vllm-ascend's sources, and the environment in which they run.
+
+    Attributes:
+        checkout: absolute path of a work tree of vllm-ascend.
+        environment: absolute path of the virtual environment of vLLM.
+    """
+
+    checkout: Path
+    environment: Path
+
+    def prepare(self) -> None:
+        """Write the files that an installation of the work tree would write."""
+        write_metadata(self.environment / "metadata")
+        info = self.checkout / "vllm_ascend" / "_build_info.py"
+        info.write_text("__device_type__ = 'A2'\n")
+
+    def command(self, arguments: Sequence[str], settings: Mapping[str, str]) -> list[str]:
+        """Return the command that runs Python on the emulated NPU.
+
+        Args:
+            arguments: of Python.
+            settings: of the emulator.
+        """
+        python = str(self.environment / "bin" / "python")
+        metadata, sources = self.environment / "metadata", self.environment / "vllm"
+        paths = (PATCH, metadata, self.checkout, sources, ROOT)
+        given = [word for setting in settings.items() for word in ("--set", "=".join(setting))]
+        emulated = ["-m", "dist_aclgraph.device.emulator", "run", *given, "--", python]
+        return [*_environment(paths), python, *emulated, *arguments]
+
+
+def _environment(paths: Sequence[Path]) -> list[str]:
+    return ["env", "PYTHONPATH=" + os.pathsep.join(map(str, paths)), *VARIABLES]
 
 
 def prompts() -> list[list[int]]:
@@ -77,13 +115,11 @@ def generate(llm: Any, params: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(given, greedy)]
 
 
-def run(engine: str, tp: int, command: Sequence[str], paths: Sequence[Path]) -> list[list[int]]:
+def run(command: Sequence[str]) -> list[list[int]]:
     """Run an engine in another process. Return the tokens that it generates."""
-    variables = ["env", "PYTHONPATH=" + os.pathsep.join(map(str, paths)), *VARIABLES]
     done = subprocess.run(
-        [*variables, *command, __file__, engine, str(tp)],
-        cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True,
-    )  # fmt: skip
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True
+    )
     (line,) = (x for x in done.stdout.splitlines() if x.startswith("TOKENS "))
     tokens: list[list[int]] = json.loads(line.removeprefix("TOKENS "))
     return tokens
@@ -114,24 +150,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("environment", type=Path, help="the virtual environment of vLLM")
     parser.add_argument("--tp", type=int, nargs="*", default=[1, 2], help="numbers of ranks")
     given = parser.parse_args(arguments)
-    python = str(given.environment.absolute() / "bin" / "python")
-    metadata = given.environment.absolute() / "metadata"
-    write_metadata(metadata)
-    # vllm-ascend's setup.py writes this file.
-    info = given.checkout / "vllm_ascend" / "_build_info.py"
-    info.write_text("__device_type__ = 'A2'\n")
-    paths = [
-        PATCH,
-        metadata,
-        given.checkout.absolute(),
-        given.environment.absolute() / "vllm",
-        ROOT,
-    ]
-    emulated = [python, "-m", "dist_aclgraph.device.emulator", "run", "--", python]
+    peer = Peer(given.checkout.absolute(), given.environment.absolute())
+    peer.prepare()
     is_good = True
     for tp in given.tp:
-        want = run("ours", tp, [sys.executable], [ROOT])
-        got = run("peer", tp, emulated, paths)
+        want = run([*_environment([ROOT]), sys.executable, __file__, "ours", str(tp)])
+        got = run(peer.command([__file__, "peer", str(tp)], {}))
         differing = differences(got, want)
         is_good &= not differing
         equal = len(want) - len(differing)

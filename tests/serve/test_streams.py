@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 
+import httpx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.openai import sse
-from dist_aclgraph.serve.openai.inbox import Inbox
+from dist_aclgraph.serve.openai.inbox import Inbox, Outbox
+from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.steps.delta import RequestDelta
+from tests.serve.conftest import WAIT_S, open_port
+from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 
 TURNS = st.lists(st.sampled_from(["put", "refuse", "turn", "slow"]), max_size=60)
 
@@ -75,6 +81,53 @@ def test_deltas_that_arrive_together_wake_the_loop_once():
 
     assert taken == ["a", "b", "c", "d"]
     assert num_calls == 2
+
+
+def test_requests_that_are_submitted_together_wake_the_client_once():
+    async def run() -> list[str]:
+        loop, order = asyncio.get_running_loop(), []
+        outbox = Outbox(loop, lambda: order.append("wake"))
+
+        def submit(name: str) -> None:
+            order.append(name)
+            outbox.note()
+
+        for name in "abc":
+            loop.call_soon(submit, name)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        submit("d")
+        await asyncio.sleep(0)
+        return order
+
+    assert asyncio.run(run()) == ["a", "b", "c", "wake", "d", "wake"]
+
+
+class CountedClient(EngineClient):
+    """Counts the wake-ups by an event loop; other threads ask for the state of engines."""
+
+    num_wakes = 0
+
+    def wake(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            self.num_wakes += 1
+        super().wake()
+
+
+def test_all_choices_of_a_request_are_sent_by_one_wake_up(service):
+    engine = FakeEngine()
+    client = CountedClient([engine.address], TOKEN, node_id=NODE, link_s=WAIT_S)
+    url, server = open_port(ApiState(service.state.config, service.state.tokenizer, client))
+    body = {"model": "tiny-qwen3", "prompt": [70], "max_tokens": 2, "n": 3}
+
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S)
+
+    server.stop()
+    client.close()
+    engine.close()
+    assert (response.status_code, len(engine.submitted)) == (200, 3)
+    assert client.num_wakes == 1
 
 
 def test_deltas_of_a_loop_that_has_closed_harm_nobody():

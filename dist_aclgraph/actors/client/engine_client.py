@@ -136,6 +136,7 @@ class EngineClient:
         output: bytes = b"",
         role: TransferRole = "",
         peer: BlockSource | None = None,
+        wakes: bool = True,
     ) -> None:
         """Send a request to the engine that the router chooses.
 
@@ -148,6 +149,7 @@ class EngineClient:
             output: tokens that the request already has, int32; the engine continues after them.
             role: see ``TransferRole``.
             peer: see ``OpenRequest``.
+            wakes: False if the caller then calls ``wake``, once for several requests.
 
         Raises:
             EngineDeadError: no engine is alive, and the deployment will start no other engine.
@@ -175,6 +177,11 @@ class EngineClient:
                 raise InvalidParameterError(f"request id {request_id!r} is in use", "request_id")
             if self._closing.is_set() or not self._table.place(request, time.monotonic()):
                 raise EngineDeadError(self._table.why_dead())
+        if wakes:
+            self.wake()
+
+    def wake(self) -> None:
+        """Let the I/O thread send all requests that were submitted."""
         self._wakeup.wake()
 
     def block_names(self, prompt_ids: Sequence[int], cache_salt: str) -> list[str]:
@@ -505,7 +512,7 @@ class EngineClient:
 
     def _command(self, engine: KnownEngine, message: ToEngine) -> None:
         self._commands.put((engine, message))
-        self._wakeup.wake()
+        self.wake()
 
     def _send_commands(self) -> None:
         while not self._commands.empty():

@@ -158,7 +158,7 @@ class Generation:
 
     def start(self, sink: Sink) -> None:
         """Submit all choices. ``sink`` first gets the pieces in the journal, then new pieces."""
-        inbox = self.state.inbox()
+        inbox, outbox = self.state.boxes()
         now_s = time.monotonic()
         if self.account is not None:
             self.account.submitted_s = self.account.submitted_s or now_s
@@ -182,6 +182,7 @@ class Generation:
         for choice in self._choices:
             if self._num_open and not choice.is_done:
                 self._submit(inbox, sink, choice)
+                outbox.note()
         self._limit_time(sink)
 
     def close(self) -> None:
@@ -252,6 +253,7 @@ class Generation:
             output=bytes(choice.tokens_before),
             role=self.role,
             peer=self.peer,
+            wakes=False,
         )
 
     def _take(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Passes deltas from the engine client's thread to the event loop."""
+"""Passes deltas from the engine client's thread to the event loop, and requests to the thread."""
 
 from __future__ import annotations
 
@@ -40,3 +40,28 @@ class Inbox:
         for _ in range(len(self._arrived)):
             take, delta = self._arrived.popleft()
             take(delta, now_s)
+
+
+class Outbox:
+    """Wakes the engine client's thread once for all requests that one turn of the loop submits.
+
+    After a wake-up, the loop has to wait until the thread no longer holds the interpreter's lock.
+    If many requests arrive together, a wake-up for each of them would delay the last of them.
+
+    Args:
+        wake: wakes the thread.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+        self._loop, self._wake = loop, wake
+        self._is_called = False
+
+    def note(self) -> None:
+        """Wake the thread after the callbacks that are ready to run. The loop calls this."""
+        if not self._is_called:
+            self._is_called = True
+            self._loop.call_soon(self._hand_on)
+
+    def _hand_on(self) -> None:
+        self._is_called = False
+        self._wake()

@@ -34,7 +34,7 @@ from dist_aclgraph.serve.observe.traces import Traces
 from dist_aclgraph.serve.openai.body import BodyBudget, IgnoredFields
 from dist_aclgraph.serve.openai.completion_slots import CompletionSlots
 from dist_aclgraph.serve.openai.errors import WrongTaskError
-from dist_aclgraph.serve.openai.inbox import Inbox
+from dist_aclgraph.serve.openai.inbox import Inbox, Outbox
 from dist_aclgraph.serve.resume.journal import JOURNAL, Chance, Journal
 from dist_aclgraph.shapes.model_task import Task, read_task
 from dist_aclgraph.text.output import with_token_ids
@@ -112,14 +112,14 @@ class ApiState:
         # With None, Python takes the seed from the system. A configured seed is below 2**31.
         seed = None if config.seed is None else config.seed + (replica << 31)
         self._seeds = random.Random(seed)
-        self._inbox: Inbox | None = None
+        self._boxes: tuple[Inbox, Outbox] | None = None
 
-    def inbox(self) -> Inbox:
-        """Return the inbox that passes deltas to the running event loop."""
+    def boxes(self) -> tuple[Inbox, Outbox]:
+        """Return the inbox of the running event loop, and the outbox for what it submits."""
         loop = asyncio.get_running_loop()
-        if self._inbox is None or self._inbox.loop is not loop:
-            self._inbox = Inbox(loop)
-        return self._inbox
+        if self._boxes is None or self._boxes[0].loop is not loop:
+            self._boxes = Inbox(loop), Outbox(loop, self.client.wake)
+        return self._boxes
 
     def drain(self, seconds: float) -> None:
         """Refuse new requests, and wait at most ``seconds`` until running requests have ended."""
