@@ -275,8 +275,8 @@ EMU_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t t
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: synchronize not permitted",
                 s->id);
   count(Counters::of(s->device).host_syncs);
-  // This call is allowed while another thread captures: torch_npu's random generator makes it when
-  // the generator is first used in a graph.
+  // This call is allowed while another thread captures, because torch_npu's random generator calls
+  // it when the generator is used in a graph for the first time.
   return s->synchronize(timeout_ms);
 }
 EMU_API aclError aclrtSynchronizeStream(aclrtStream handle) {
