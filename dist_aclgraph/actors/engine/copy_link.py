@@ -66,6 +66,21 @@ class CopyLink:
             found.update(counts)
         return dict(found)
 
+    def take_answers(self) -> None:
+        """Apply the workers' answers that have arrived. If this is called before a decision, a
+        request whose blocks were read can take part in the decided step.
+        """
+        scheduler = self._scheduler
+        for answer in self._channel.take_copied():
+            self._num_read[answer.rank] = answer.num_read
+            self._fetched[answer.rank] = answer.fetched
+            if answer.epoch != scheduler.epoch:
+                continue
+            if answer.number == self._number:
+                self._waits_for.discard(answer.rank)
+            for number, num_whole in answer.ended:
+                scheduler.copies.end(number, answer.rank, num_whole)
+
     def turn(self, *, is_idle: bool) -> None:
         """Apply the workers' answers, and send the workers the next message if one is due.
 
@@ -78,16 +93,8 @@ class CopyLink:
         scheduler = self._scheduler
         if is_idle and scheduler.copies.is_running:
             self._channel.poll_copied(scheduler.epoch)
+        self.take_answers()
         now_s = time.monotonic()
-        for answer in self._channel.take_copied():
-            self._num_read[answer.rank] = answer.num_read
-            self._fetched[answer.rank] = answer.fetched
-            if answer.epoch != scheduler.epoch:
-                continue
-            if answer.number == self._number:
-                self._waits_for.discard(answer.rank)
-            for number, num_whole in answer.ended:
-                scheduler.copies.end(number, answer.rank, num_whole)
         may_touch = now_s - self._touched_s >= TOUCH_S
         if may_touch:
             self._touched_s = now_s
