@@ -83,6 +83,7 @@ class Group:
         fetches: used instead of a ``BlockFetches``.
         late_decisions: used instead of ``LateDecisions``.
         files: used instead of the files of KV blocks, by hash; None if no copies are kept.
+        copy_messages: number of messages that a worker needs for a copy job.
 
     Attributes:
         received: the messages that rank 0 received.
@@ -113,9 +114,11 @@ class Group:
         fetches: Any = None,
         late_decisions: Any = None,
         files: dict[bytes, Any] | None = None,
+        copy_messages: int = 1,
     ) -> None:
         self.received: list[Any] = []
         self._files = {} if files is None else files
+        self._copy_messages = copy_messages
         self.ranks = tuple(range(dp * tp))
         self.later: list[RawClient] = []  # clients that ``close`` of the group closes
         place = Place(NODE, str(directory))
@@ -184,13 +187,16 @@ class Group:
         )
         receiver = StepReceiver(address)
         in_flight: deque[StepResult] = deque()
+        copying: deque[tuple[CopyJob, ...]] = deque(((),) * (self._copy_messages - 1))
         epoch, is_stopped = EPOCH, False
         try:
             while (plan := receiver.receive(epoch)) is not None:
                 if rank == 0:
                     self.received.append(plan)
                 if isinstance(plan, BlockCopyJobs):
-                    ended = tuple((job.number, self._copy(job, worker)) for job in plan.jobs)
+                    copying.append(plan.jobs)
+                    jobs = copying.popleft()
+                    ended = tuple((job.number, self._copy(job, worker)) for job in jobs)
                     receiver.send(CopiedBlocks(epoch, plan.number, rank, ended))
                     continue
                 if isinstance(plan, Resume):

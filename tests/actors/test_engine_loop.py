@@ -310,13 +310,18 @@ def test_a_request_that_arrives_while_a_step_runs_begins_in_the_next_step(tmp_pa
     group.close()
 
 
-def test_a_request_whose_blocks_were_read_begins_in_the_next_decision(tmp_path: Path) -> None:
-    """When the workers answer, one further step is already decided."""
+@pytest.mark.parametrize("num_messages", [1, 4])
+def test_a_request_whose_blocks_were_read_begins_in_the_next_decision(
+    tmp_path: Path, num_messages: int
+) -> None:
+    """Each step has a message for a job. When workers answer the last one, one further step is
+    already decided.
+    """
     files: dict[bytes, Any] = {}
     prompt = list(range(2 * BLOCK + 1))
     for name, others in (("saves", []), ("reads", [[100] * 3])):
         (tmp_path / name).mkdir()
-        group = Group(tmp_path / name, files=files)
+        group = Group(tmp_path / name, files=files, copy_messages=num_messages)
         client = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
         answers = [Answer() for _ in (*others, prompt)]
         for answer, tokens in zip(answers, (*others, prompt), strict=True):
@@ -329,7 +334,7 @@ def test_a_request_whose_blocks_were_read_begins_in_the_next_decision(tmp_path: 
     (read,) = (i for i, each in enumerate(steps) if reads_blocks(each))
     decided = [each.step for each in steps[:read] if isinstance(each, RankPlan)]
     begun = [e.step for e in steps[read:] if isinstance(e, RankPlan) and e.batch.started]
-    assert begun[0] <= max(decided, default=-1) + 2
+    assert begun[0] <= max(decided, default=-1) + num_messages + 1
 
 
 def reads_blocks(message: RankPlan | BlockCopyJobs) -> bool:
