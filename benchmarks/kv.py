@@ -1,11 +1,12 @@
 """``make bench-kv``: what copies of KV blocks in files gain, and what they cost.
 
 An engine's scheduler and a worker's runner take turns in one process. The emulator's kernels
-compute real values, so a prompt takes CPU time. The bench measures three things. The first is the
+compute real values, so a prompt takes CPU time. This file measures three things. The first is the
 time to the first token, for prompts whose KV is computed, is in the device's cache, or is in files.
 The second is the time between the tokens of decoding requests, while other prompts are computed or
 read from files. The third is the time until all requests of a lost group have their next tokens,
-with and without files. The results are those of the emulator, and no measurements of an NPU.
+with and without files. ``roles.py`` measures a fourth thing: long prompts with and without a
+prefill group. The results are those of the emulator, and no measurements of an NPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import typer
 from rich.progress import Progress
 
+from benchmarks import roles
 from benchmarks.checkpoints import Shape, write_checkpoint
 from benchmarks.command import numbers, report_bench, run_command
 from benchmarks.one_rank import OneRank
@@ -120,12 +122,15 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds of each measurement.")] = 3,
     streams: Annotated[int, typer.Option(help="Requests of a lost group.")] = 64,
     stream_tokens: Annotated[int, typer.Option(help="Tokens of each of these.")] = 2048,
+    roles_rounds: Annotated[int, typer.Option(help="Rounds with and without roles.")] = 4,
+    roles_prompts: Annotated[int, typer.Option(help="Long prompts of such a round.")] = 10,
     out: Annotated[Path, typer.Option(help="Where results go.")] = Path("bench-results"),
 ) -> None:
     """Measure, print and save."""
     sizes = numbers(lengths)
 
     def run(folder: Path, bar: Progress) -> dict[str, Any]:
+        with_roles = roles.measure(folder, bar, roles_rounds, roles_prompts, roles.STREAMS)
         shape = Shape(hidden=512, layers=layers, heads=8, kv_heads=2, ffn=1024)
         path = write_checkpoint(shape, folder / "model", torch.float32)
         roots = {
@@ -152,7 +157,13 @@ def main(
         finally:
             for root in roots.values():
                 remove(root)
-        return {"note": NOTE, "first": first, "beside": beside, "recovery": recovery}
+        return {
+            "note": NOTE,
+            "first": first,
+            "beside": beside,
+            "recovery": recovery,
+            "roles": with_roles,
+        }
 
     report_bench("kv", out, run, report)
 
@@ -347,6 +358,7 @@ def report(results: dict[str, Any]) -> Report:
             ["", "all, s", "median, s", "KV read", "CPU of a token, us", "bytes of a token"],
             recovered,
         ),
+        roles.table(results["roles"]),
     ]
     return Report("Prompts computed, in the device's cache, and in files", tables)
 

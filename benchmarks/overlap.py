@@ -11,7 +11,7 @@ measurements of an NPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -174,6 +174,7 @@ def modelled_engine(
     model: Model,
     graph: dict[str, Any],
     max_batch: int,
+    sections: Mapping[str, Any] | None = None,
     **scheduler: Any,
 ) -> DecodeEngine:
     """Return a deployment without weights, whose devices' times are computed by the model.
@@ -181,6 +182,7 @@ def modelled_engine(
     Args:
         title: name of the deployment in the progress bar.
         graph: the configuration's keys in the section ``graph``.
+        sections: further sections of the configuration; they replace the bench's sections.
         scheduler: the configuration's keys in the section ``scheduler``.
     """
     directory = folder / f"{len(list(folder.iterdir()))}"
@@ -200,14 +202,17 @@ def modelled_engine(
         directory,
         max_batch,
         on_progress=show_start(bar, title),
-        weights="dummy",
-        dtype="bfloat16",
-        parallel={"tp": model.tp},
-        graph=graph,
-        speculative={"num_tokens": model.num_drafts},
-        device={"emulator": emulated},
-        kv={"num_blocks": 1 + max_batch * 8},
         scheduler=scheduler,
+        **{
+            "weights": "dummy",
+            "dtype": "bfloat16",
+            "parallel": {"tp": model.tp},
+            "graph": graph,
+            "speculative": {"num_tokens": model.num_drafts},
+            "device": {"emulator": emulated},
+            "kv": {"num_blocks": 1 + max_batch * 8},
+            **(sections or {}),
+        },
     )
 
 

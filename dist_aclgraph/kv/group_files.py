@@ -8,7 +8,7 @@ pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -177,6 +177,7 @@ def routes(
     *,
     here: int | None = None,
     turn: int = 0,
+    load: Callable[[int], int] = lambda node: 0,
 ) -> list[Route]:
     """Return routes, which say from which nodes of a source group the reading node can read the
     files that it needs.
@@ -190,8 +191,10 @@ def routes(
         readers: the parts of the cache that the workers on the reading node keep.
         here: index of the reading node among the source group's nodes; None if it is not one of
             these nodes.
-        turn: a number that decides from which node a file is read if several nodes have it. Readers
-            with different numbers use different nodes.
+        turn: a number that decides from which node a file is read if several nodes with the same
+            load have it. Readers with different numbers use different nodes.
+        load: returns the load of a node. If several nodes have a file, the file is read from one
+            with the lowest load.
     """
     blocks = [
         index
@@ -207,7 +210,8 @@ def routes(
         return []  # the readers could not use the files
 
     def choose(nodes: Nodes) -> int | None:
-        return None if here in nodes else nodes[turn % len(nodes)]
+        first = turn % len(nodes)
+        return None if here in nodes else min((*nodes[first:], *nodes[:first]), key=load)
 
     found = [
         Route(

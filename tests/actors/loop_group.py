@@ -35,11 +35,13 @@ from dist_aclgraph.actors.wire.messages import (
 )
 from dist_aclgraph.actors.wire.step_channel import StepReceiver, StepSender
 from dist_aclgraph.config import SchedulerConfig
-from dist_aclgraph.ints import pack_ints
-from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.kv.block_pool import HASH_BYTES, BlockPool
 from dist_aclgraph.kv.events import CacheEvents
+from dist_aclgraph.kv.look_ups import Files, LookUps
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.steps.copies import BlockCopyJobs, CopiedBlocks, CopyJob
 from dist_aclgraph.steps.step import (
     Pause,
     RankPlan,
@@ -80,6 +82,11 @@ class Group:
         events_at: address at which the changes of the prefix caches are published.
         fetches: used instead of a ``BlockFetches``.
         late_decisions: used instead of ``LateDecisions``.
+        files: used instead of the files of KV blocks, by hash; None if no copies are kept.
+        copy_messages: number of messages that a worker needs for a copy job.
+
+    Attributes:
+        received: the messages that rank 0 received.
     """
 
     def __init__(
@@ -106,7 +113,12 @@ class Group:
         events_at: PublisherPlace | None = None,
         fetches: Any = None,
         late_decisions: Any = None,
+        files: dict[bytes, Any] | None = None,
+        copy_messages: int = 1,
     ) -> None:
+        self.received: list[Any] = []
+        self._files = {} if files is None else files
+        self._copy_messages = copy_messages
         self.ranks = tuple(range(dp * tp))
         self.later: list[RawClient] = []  # clients that ``close`` of the group closes
         place = Place(NODE, str(directory))
@@ -142,6 +154,7 @@ class Group:
             num_drafts=num_drafts,
             tp=tp,
             choose_exchange=lambda num_tokens: "all_to_all" if dp > 1 else None,
+            look_ups=None if files is None else LookUps(Files(files.__contains__)),
         )
         self.loop = EngineLoop(
             self.scheduler,
@@ -174,9 +187,18 @@ class Group:
         )
         receiver = StepReceiver(address)
         in_flight: deque[StepResult] = deque()
+        copying: deque[tuple[CopyJob, ...]] = deque(((),) * (self._copy_messages - 1))
         epoch, is_stopped = EPOCH, False
         try:
             while (plan := receiver.receive(epoch)) is not None:
+                if rank == 0:
+                    self.received.append(plan)
+                if isinstance(plan, BlockCopyJobs):
+                    copying.append(plan.jobs)
+                    jobs = copying.popleft()
+                    ended = tuple((job.number, self._copy(job, worker)) for job in jobs)
+                    receiver.send(CopiedBlocks(epoch, plan.number, rank, ended))
+                    continue
                 if isinstance(plan, Resume):
                     worker.resume(len(in_flight))
                     in_flight.clear()
@@ -209,6 +231,19 @@ class Group:
                     receiver.send(in_flight.popleft())
         finally:
             receiver.close()
+
+    def _copy(self, job: CopyJob, worker: FakeWorker) -> int:
+        """Copy a job's blocks between a worker's cache and the files; return their number."""
+        if job.is_upkeep:
+            return 0
+        starts = range(0, len(job.hashes), HASH_BYTES)
+        names = [job.hashes[start : start + HASH_BYTES] for start in starts]
+        for name, block in zip(names, unpack_ints(job.block_ids).tolist(), strict=True):
+            if job.is_load:
+                worker.cache[block] = self._files[name]
+            else:
+                self._files[name] = worker.cache[block].copy()
+        return len(names)
 
     def close(self) -> None:
         for client in self.later:

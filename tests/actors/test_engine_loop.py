@@ -17,11 +17,13 @@ from dist_aclgraph.actors.wire.messages import Abort, Deltas, encoder
 from dist_aclgraph.errors import DeviceFaultError, EngineDeadError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.steps.copies import BlockCopyJobs
 from dist_aclgraph.steps.delta import RequestDelta
-from dist_aclgraph.steps.step import StepPlan
+from dist_aclgraph.steps.step import RankPlan, StepPlan
 from dist_aclgraph.topology import GroupRank
 from tests.actors.leftovers import wait_until
 from tests.actors.loop_group import (
+    BLOCK,
     NODE,
     TOKEN,
     VOCAB,
@@ -308,6 +310,37 @@ def test_a_request_that_arrives_while_a_step_runs_begins_in_the_next_step(tmp_pa
     group.close()
 
 
+@pytest.mark.parametrize("num_messages", [1, 4])
+def test_a_request_whose_blocks_were_read_begins_in_the_next_decision(
+    tmp_path: Path, num_messages: int
+) -> None:
+    """Each step has a message for a job. When workers answer the last one, one further step is
+    already decided.
+    """
+    files: dict[bytes, Any] = {}
+    prompt = list(range(2 * BLOCK + 1))
+    for name, others in (("saves", []), ("reads", [[100] * 3])):
+        (tmp_path / name).mkdir()
+        group = Group(tmp_path / name, files=files, copy_messages=num_messages)
+        client = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
+        answers = [Answer() for _ in (*others, prompt)]
+        for answer, tokens in zip(answers, (*others, prompt), strict=True):
+            client.submit(str(len(tokens)), tokens, greedy_params(90), [], answer.take)
+        assert all(answer.ended.wait(WAIT_S) for answer in answers)
+        wait_until(lambda: len(files) >= len(prompt) // BLOCK, "blocks are not saved")
+        client.close()
+        group.close()
+    steps = [each for each in group.received if isinstance(each, RankPlan | BlockCopyJobs)]
+    (read,) = (i for i, each in enumerate(steps) if reads_blocks(each))
+    decided = [each.step for each in steps[:read] if isinstance(each, RankPlan)]
+    begun = [e.step for e in steps[read:] if isinstance(e, RankPlan) and e.batch.started]
+    assert begun[0] <= max(decided, default=-1) + num_messages + 1
+
+
+def reads_blocks(message: RankPlan | BlockCopyJobs) -> bool:
+    return isinstance(message, BlockCopyJobs) and any(job.is_load for job in message.jobs)
+
+
 class FailingCopies:
     """Copy jobs during which a device fails. The failure comes when no step runs, but before the
     last tokens are delivered.
@@ -322,6 +355,9 @@ class FailingCopies:
         if is_idle and self._scheduler.step and not self.has_failed:
             self.has_failed = True
             raise DeviceFaultError("a link is gone", 0, "SERVING", "link")
+
+    def take_answers(self) -> None:
+        pass
 
     def reset(self) -> None:
         pass

@@ -26,7 +26,7 @@ from dist_aclgraph.planning.planner import Planner
 from tests.actors.kv_sockets import LOOPBACK
 from tests.actors.leftovers import wait_until
 from tests.actors.serving_ranks import NODE, TOKEN, WAIT_S, ServingRanks, serving_ranks
-from tests.checkpoints import make_prompts, make_reference
+from tests.checkpoints import add_next_token_module, make_prompts, make_reference
 from tests.deployments import Answer, greedy_params, make_deployment_config, tokens_of
 from tests.lockstep import lockstep
 from tests.slow import rare
@@ -38,14 +38,19 @@ PREFILL, DECODE = "0", "1"
 
 
 def configure(
-    checkpoint: Path, folder: Path, tp: int, dcp: int = 1, secret: str | None = None
+    checkpoint: Path, folder: Path, tp: int, dcp: int, secret: str | None, drafts: int
 ) -> Config:
     folder.mkdir(exist_ok=True)
     kv = {
         "num_blocks": 128, "block_size": BLOCK, "host_path": str(folder), "host_gib": 0.1,
         "peers_key_file": secret,
     }  # fmt: skip
-    return make_deployment_config(checkpoint, kv=kv, parallel={"tp": tp, "dcp": dcp})
+    return make_deployment_config(
+        checkpoint,
+        kv=kv,
+        parallel={"tp": tp, "dcp": dcp},
+        speculative={"num_tokens": drafts},
+    )
 
 
 @dataclass
@@ -91,21 +96,25 @@ def serving_pair(
     folder: Path,
     prefill_tp: int = 1,
     nodes: tuple[int, int] = (1, 1),
-    dcp: int = 1,
+    dcp: tuple[int, int] = (1, 1),
     secret: str | None = None,
+    drafts: int = 0,
 ) -> Iterator[Pair]:
     """Args:
     prefill_tp: number of ranks of the first group. The second group has one rank on each node.
-    nodes: number of nodes of the first group, and of the second group.
+    nodes, dcp: number of nodes, and of shards, of the first group and of the second group.
     secret: file with a secret that both groups know. If it is given, the groups belong to different
         services.
     """
     from_nodes, to_nodes = (
         {
-            f"{name}{n}": configure(checkpoint, folder / f"{name}{n}", tp, dcp, secret)
+            f"{name}{n}": configure(checkpoint, folder / f"{name}{n}", tp, shards, secret, drafts)
             for n in range(count)
         }
-        for name, tp, count in (("there", prefill_tp, nodes[0]), ("here", nodes[1], nodes[1]))
+        for name, tp, count, shards in (
+            ("there", prefill_tp, nodes[0], dcp[0]),
+            ("here", nodes[1], nodes[1], dcp[1]),
+        )
     )
     there, here = from_nodes["there0"], to_nodes["here0"]
     from_files = files_of(there, from_nodes)
@@ -188,14 +197,34 @@ def test_other_divisions_of_heads_and_recurrent_states_are_fetched(
         assert pair.fetches.counts.blocks == NUM_FULL
 
 
+@pytest.mark.parametrize(
+    ("architecture", "shards"), [rare("DeepseekV3ForCausalLM", 2), rare("Qwen3NextForCausalLM", 1)]
+)
+@pytest.mark.timeout(900)
+def test_prompts_are_computed_if_no_file_of_the_first_group_can_be_used(
+    npu: Any, tmp_path: Path, architecture: str, shards: int
+) -> None:
+    """The first group has other shards, or divides recurrent states."""
+    make_reference(architecture, tmp_path / "checkpoint")
+    with serving_pair(tmp_path / "checkpoint", tmp_path, 2, dcp=(shards, 1)) as pair:
+        assert pair.answer("split", PROMPTS) == pair.wanted[: len(PROMPTS)]
+        counts = pair.copied(DECODE)
+        assert (counts["loaded"], counts["missed"]) == (0, 0)
+        assert (pair.fetches.counts.blocks, pair.fetches.counts.failures) == (0, 0)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("nodes", [(2, 2), rare((1, 2)), rare((2, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("prefill_tp", "nodes"),
+    [(2, (2, 2)), rare(1, (1, 2)), rare(2, (1, 2)), rare(2, (2, 1))],
+    ids=str,
+)
 def test_groups_on_several_nodes_fetch_from_each_other(
-    checkpoint: Path, tmp_path: Path, nodes: tuple[int, int]
+    checkpoint: Path, tmp_path: Path, prefill_tp: int, nodes: tuple[int, int]
 ) -> None:
     """Each node has its own files. The engine cannot look up the files of other nodes itself."""
-    with serving_pair(checkpoint, tmp_path, prefill_tp=2, nodes=nodes) as pair:
+    with serving_pair(checkpoint, tmp_path, prefill_tp, nodes) as pair:
         assert pair.answer("split", PROMPTS) == pair.wanted[: len(PROMPTS)]
         counts = pair.copied(DECODE)
         assert (counts["loaded"], counts["missed"]) == (NUM_FULL, 0)
@@ -222,19 +251,22 @@ def test_a_service_on_two_nodes_fetches_from_the_two_nodes_of_another_service(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dcp"),
+    ("architecture", "dcp", "drafts"),
     [
-        rare("DeepseekV3ForCausalLM", 2),
-        rare("DeepseekV3ForCausalLM", 1),
-        rare("Qwen3NextForCausalLM", 1),
+        rare("DeepseekV3ForCausalLM", 2, 0),
+        rare("DeepseekV3ForCausalLM", 1, 2),
+        rare("Qwen3NextForCausalLM", 1, 1),
     ],
 )
 @pytest.mark.timeout(900)
 def test_shards_latents_and_recurrent_states_are_fetched_between_several_nodes(
-    npu: Any, tmp_path: Path, architecture: str, dcp: int
+    npu: Any, tmp_path: Path, architecture: str, dcp: int, drafts: int
 ) -> None:
-    make_reference(architecture, tmp_path / "checkpoint")
-    with serving_pair(tmp_path / "checkpoint", tmp_path, 2, (2, 2), dcp) as pair:
+    checkpoint, shards = tmp_path / "checkpoint", (dcp, dcp)
+    make_reference(architecture, checkpoint)
+    if drafts:
+        add_next_token_module(checkpoint)
+    with serving_pair(checkpoint, tmp_path, 2, (2, 2), shards, drafts=drafts) as pair:
         assert pair.answer("split", PROMPTS) == pair.wanted[: len(PROMPTS)]
         counts = pair.copied(DECODE)
         assert counts["loaded"] > 0 and counts["missed"] == 0

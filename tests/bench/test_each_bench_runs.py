@@ -14,7 +14,8 @@ pytestmark = pytest.mark.slow
 
 SIZES = {
     "arrivals": "--models 0 --repeats 1",
-    "kv": "--lengths 512 --layers 2 --batch 2 --steps 9 --rounds 1 --streams 3 --stream-tokens 300",
+    "kv": "--lengths 512 --layers 2 --batch 2 --steps 9 --rounds 1 --streams 3 --stream-tokens 300 "
+    "--roles-rounds 1 --roles-prompts 1",
     "messages": "--workers 1,2 --plan-bytes 512 --steps 5 --repeats 1",
     "overlap": "--models 0 --batches 1 --modes FULL_DECODE_ONLY --steps 32",
     "scale": "--shapes 8x1 --steps 5",

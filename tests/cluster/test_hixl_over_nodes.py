@@ -63,14 +63,19 @@ def prompts_from(first: int, count: int) -> list[list[int]]:
     return [[number, *range(3, 100)] for number in range(first, first + count)]
 
 
-def test_answers_are_those_of_one_node(nodes: Nodes) -> None:
+@pytest.mark.parametrize(
+    ("model", "drafts"), [("tiny-qwen3", 0), ("tiny-deepseek", 1), ("tiny-qwen3.5", 0)]
+)
+def test_answers_are_those_of_one_node(nodes: Nodes, model: str, drafts: int) -> None:
+    """The models have keys and values, latents with drafts, and recurrent states."""
     prompts = prompts_from(0, 4)
-    with service(nodes, SETTINGS) as (where, client):
-        answers = [complete(client, prompt) for prompt in prompts]
+    changes = {"model": f"models/{model}", "speculative.num_tokens": drafts}
+    with service(nodes, {**SETTINGS, **changes}) as (where, client):
+        answers = [complete(client, prompt, model) for prompt in prompts]
         fetched = counted(client, "kv_fetched_blocks_total")
 
     assert len({node for group in where for node in group}) == 2, where
-    assert answers == texts_of_one_node(prompts)
+    assert answers == texts_of_one_node(prompts, changes)
     assert fetched > 0
 
 

@@ -8,11 +8,12 @@ import re
 import signal
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import openai
@@ -110,17 +111,19 @@ def service(nodes: Nodes, overrides: dict[str, Any]) -> Iterator[tuple[Any, open
             os.kill(program.pid, signal.SIGTERM)
 
 
-def complete(client: openai.OpenAI, prompt: list[int]) -> str:
+def complete(client: openai.OpenAI, prompt: list[int], model: str = "tiny-qwen3") -> str:
     """Return the text of the greedy completion of ``prompt``."""
     answer = client.completions.create(
-        model="tiny-qwen3", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0,
+        model=model, prompt=prompt, max_tokens=NUM_TOKENS, temperature=0,
         extra_body={"ignore_eos": True},
     )  # fmt: skip
     return answer.choices[0].text
 
 
-def texts_of_one_node(prompts: list[list[int]]) -> list[str]:
-    config = load_config("configs/tiny-qwen3.yaml", {**APART, "parallel.dp": 1})
+def texts_of_one_node(
+    prompts: list[list[int]], changes: Mapping[str, Any] = MappingProxyType({})
+) -> list[str]:
+    config = load_config("configs/tiny-qwen3.yaml", {**APART, "parallel.dp": 1, **changes})
     tokenizer = Tokenizer(config.model)
     return [tokenizer.decode(tokens) for tokens in on_one_node(config, prompts, NUM_TOKENS)]
 

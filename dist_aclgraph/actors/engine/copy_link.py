@@ -1,8 +1,8 @@
 """CopyLink: sends copy jobs to the workers, and receives the jobs' results.
 
-The link sends a message when jobs begin. While jobs run, the link also sends a message whenever all
-workers have answered its previous message. A message makes the workers continue their jobs between
-two steps. Workers send messages only as answers.
+The link sends a message when jobs begin. While jobs run, it also sends a message in each step,
+unless a worker has not answered the message before the last one. Each message lets the workers
+continue their jobs between two steps. Workers send only answers to these messages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CopyLink:
         self._number = 0
         self._num_read: dict[int, dict[str, int]] = {}  # last known ``num_read`` of each worker
         self._fetched: dict[int, dict[str, int]] = {}  # last known ``fetched`` of each worker
-        self._waits_for: set[int] = set()  # workers that have not answered the last message
+        self._answered = [0] * channel.num_workers  # number of the last answered message, by worker
         self._touched_s = time.monotonic()
         # the last known ``num_ended`` of each data-parallel rank
         self._num_ended = [0] * len(scheduler.copies.ranks)
@@ -66,6 +66,20 @@ class CopyLink:
             found.update(counts)
         return dict(found)
 
+    def take_answers(self) -> None:
+        """Apply the workers' answers that have arrived. If this is called before a decision, a
+        request whose blocks were read can take part in the decided step.
+        """
+        scheduler = self._scheduler
+        for answer in self._channel.take_copied():
+            self._num_read[answer.rank] = answer.num_read
+            self._fetched[answer.rank] = answer.fetched
+            if answer.epoch != scheduler.epoch:
+                continue
+            self._answered[answer.rank] = answer.number
+            for number, num_whole in answer.ended:
+                scheduler.copies.end(number, answer.rank, num_whole)
+
     def turn(self, *, is_idle: bool) -> None:
         """Apply the workers' answers, and send the workers the next message if one is due.
 
@@ -78,24 +92,20 @@ class CopyLink:
         scheduler = self._scheduler
         if is_idle and scheduler.copies.is_running:
             self._channel.poll_copied(scheduler.epoch)
+        self.take_answers()
         now_s = time.monotonic()
-        for answer in self._channel.take_copied():
-            self._num_read[answer.rank] = answer.num_read
-            self._fetched[answer.rank] = answer.fetched
-            if answer.epoch != scheduler.epoch:
-                continue
-            if answer.number == self._number:
-                self._waits_for.discard(answer.rank)
-            for number, num_whole in answer.ended:
-                scheduler.copies.end(number, answer.rank, num_whole)
         may_touch = now_s - self._touched_s >= TOUCH_S
         if may_touch:
             self._touched_s = now_s
         jobs = scheduler.copies.take_jobs(is_idle=is_idle, may_touch=may_touch)
         self._give_up_late(now_s)
-        if any(jobs) or (scheduler.copies.is_running and not self._waits_for):
+        # While a step is in flight, the answer to the last message arrives only after the next
+        # decision. If the link waited for it, workers would continue their jobs in every second
+        # step only.
+        num_unanswered = self._number - min(self._answered)
+        is_due = num_unanswered == 0 or (num_unanswered == 1 and not is_idle)
+        if any(jobs) or (scheduler.copies.is_running and is_due):
             self._number += 1
-            self._waits_for = set(range(self._channel.num_workers))
             self._channel.send_copies(scheduler.epoch, self._number, jobs)
 
     def _give_up_late(self, now_s: float) -> None:
@@ -114,6 +124,6 @@ class CopyLink:
                 event(logger, "copies_are_late", logging.WARNING, dp_rank=rank, requests=freed)
 
     def reset(self) -> None:
-        """Expect no answers to the last message, because the workers have dropped all jobs."""
-        self._waits_for.clear()
+        """Expect no answers to earlier messages, because the workers have dropped all jobs."""
+        self._answered = [self._number] * len(self._answered)
         self._progress_s = [time.monotonic()] * len(self._progress_s)

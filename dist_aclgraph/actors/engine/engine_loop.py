@@ -296,6 +296,8 @@ class EngineLoop:
             outputs = StepOutputs()
             self._take(left_s)
         start_s = time.perf_counter()
+        if self._copies is not None:
+            self._copies.take_answers()
         plan = None if is_due and self._flying else self._scheduler.schedule()
         scheduled_s = time.perf_counter()
         if plan is not None:

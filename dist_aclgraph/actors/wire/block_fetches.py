@@ -61,24 +61,22 @@ class _Fetch:
     """The blocks that a request lacks.
 
     Attributes:
-        place: the part of the KV cache that the source's first worker stores.
-        ways: the routes by which the files can be read, see ``routes``. A later route is used for
-            the blocks that earlier routes did not find.
+        source: the group that has the files.
         names: the hashes of the blocks, in the order of the prompt.
         depth: number of blocks before the first of these blocks in the prompt.
         is_wanted: a function that returns whether the request still waits.
-        token: the token that the source expects in each request.
         deadline_s: the time at which the request stops waiting for a free thread, or for the end of
             the fetch.
+        ways: the routes by which the files are read, see ``routes``. They are chosen when the fetch
+            begins. A later route is used for the blocks that earlier routes did not find.
     """
 
-    place: CachePlace
-    ways: Sequence[Endpoints]
+    source: BlockSource
     names: Sequence[BlockHash]
     depth: int
     is_wanted: Callable[[], bool]
-    token: str
     deadline_s: float
+    ways: Sequence[Endpoints] = ()
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -215,12 +213,31 @@ class BlockFetches:
             is_wanted: a function that returns whether the request still waits. If it returns False,
                 the fetch ends.
         """
+        return partial(self._begin, source, is_wanted) if self._ways(source) else None
+
+    def _ways(self, source: BlockSource) -> list[Endpoints]:
+        """Return the endpoints of the routes to a source; if several nodes have a file, the node
+        that is best now is in the route.
+        """
         nodes = [address.node_id for address in source.addresses]
         # Groups on the same node share their files, so nothing is fetched from them.
         here = nodes.index(self._node_id) if self._node_id in nodes else None
-        found = routes(source.place, source.holders, self._places, here=here, turn=self._turn)
-        ways = [way for way in (self._resolve(source, each) for each in found) if way is not None]
-        return partial(self._begin, source, ways, is_wanted) if ways else None
+        load = partial(self._load, source)
+        found = routes(
+            source.place, source.holders, self._places, here=here, turn=self._turn, load=load
+        )
+        return [way for way in (self._resolve(source, each) for each in found) if way is not None]
+
+    def _load(self, source: BlockSource, node: int) -> int:
+        """Return how many fetches read files from a node; more than possible if it is paused."""
+        try:
+            url = source.addresses[node].seen_from(self._node_id).url
+        except PlacementError:  # the node expects only peers on its own node
+            return NUM_THREADS + 1
+        if self._clock() < self._paused.get(url, 0.0):
+            return NUM_THREADS + 1
+        running = [fetch for fetch in self._running if fetch is not None]
+        return sum(any(url in _urls(way) for way in fetch.ways) for fetch in running)
 
     def _resolve(self, source: BlockSource, route: Route) -> Endpoints | None:
         """Return the endpoints of the nodes of a route; None if one of them cannot be reached from
@@ -240,17 +257,13 @@ class BlockFetches:
     def _begin(
         self,
         source: BlockSource,
-        ways: Sequence[Endpoints],
         is_wanted: Callable[[], bool],
         names: Sequence[BlockHash],
         depth: int,
     ) -> Answer[bool]:
         if self._hangs():
             return lambda: True
-        deadline_s = self._clock() + QUEUE_S
-        fetch = _Fetch(
-            source.place, ways, names, depth, is_wanted, source.token or self._token, deadline_s
-        )
+        fetch = _Fetch(source, names, depth, is_wanted, self._clock() + QUEUE_S)
         self._fetches.put(fetch)
         return partial(self._has_ended, fetch)
 
@@ -296,14 +309,16 @@ class BlockFetches:
                 fetch.done.set()
 
     def _run(self, context: Context, fetch: _Fetch) -> None:
-        ways = [way for way in fetch.ways if not self._is_paused(way)]
-        if not ways or not self._goes_on(fetch):
+        with self._guard:  # so that each thread sees what the other thread has chosen
+            fetch.ways = [way for way in self._ways(fetch.source) if not self._is_paused(way)]
+        if not fetch.ways or not self._goes_on(fetch):
             return
         fetch.deadline_s = self._clock() + LIMIT_S
-        files, count = self._files_at(fetch.place), 0
-        for way in ways:
+        files, count = self._files_at(fetch.source.place), 0
+        for way in fetch.ways:
             try:
-                links = SourceLinks(context, way, fetch.token, SILENCE_S, self._reader)
+                token = fetch.source.token or self._token
+                links = SourceLinks(context, way, token, SILENCE_S, self._reader)
                 with closing(links):
                     count += self._read(links, fetch, way, files, count)
             except SourceError as e:
@@ -321,8 +336,7 @@ class BlockFetches:
         self._paused[url] = now_s + PAUSE_S
 
     def _is_paused(self, way: Endpoints) -> bool:
-        urls = {each.url for part in way.values() for each in part.values() if each is not None}
-        return any(self._clock() < self._paused.get(url, 0.0) for url in urls)
+        return any(self._clock() < self._paused.get(url, 0.0) for url in _urls(way))
 
     def _read(
         self,
@@ -418,3 +432,7 @@ class BlockFetches:
                 self.counts.num_bytes += len(file)
                 self.counts.blocks += kind == "block" and key.place == first
         return len(names)
+
+
+def _urls(way: Endpoints) -> set[str]:
+    return {each.url for part in way.values() for each in part.values() if each is not None}
