@@ -96,7 +96,7 @@ def serving_pair(
 ) -> Iterator[Pair]:
     """Args:
     prefill_tp: number of ranks of the first group. The second group has one rank on each node.
-    nodes: number of nodes of the first group, and of the second group.
+    nodes: two numbers: the nodes of the first group, and the nodes of the second group.
     secret: file with a secret that both groups know. If it is given, the groups belong to different
         services.
     """
