@@ -214,8 +214,8 @@ CONFIG_NAMES = {
 SPARSE = {
     **LATENT,
     "q_lora_rank": 96,
-    # With fewer heads, many scores would be zero. Of keys with equal scores, implementations can
-    # choose different ones.
+    # With fewer heads, many scores would be zero. If keys have equal scores, two implementations
+    # can choose different keys among them.
     "index_n_heads": 16,
     "index_head_dim": 128,
     "index_topk": 24,
@@ -369,8 +369,8 @@ def _publish_kimi_linear(directory: Path) -> None:
     """Change the names in a checkpoint of transformers to the names that the authors of Kimi Linear
     use.
 
-    transformers 5.23 names the keys of linear attention differently. It also gives the tensors of
-    dense layers the prefix of expert layers.
+    For the keys of linear attention, transformers 5.23 uses other names than the authors. It also
+    gives the tensors of dense layers the prefix that belongs to layers of experts.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())

@@ -17,7 +17,7 @@ from dist_aclgraph.environment import disable_backend_autoload
 from dist_aclgraph.logs import ACCESS, PACKAGE, RAY
 from tests import laws
 
-gc.disable()  # the collection of tests makes nearly no garbage
+gc.disable()  # while pytest collects tests, it creates nearly no garbage
 # These variables are set before any test imports torch.
 disable_backend_autoload()
 # Deployments of tests write their logs to this folder. Processes of Ray inherit the variable.
@@ -51,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def freeze_objects() -> None:
-    """Make the garbage collector ignore all objects that exist now: modules and collected tests.
+    """Make the garbage collector ignore all objects that exist at this point: modules and collected
+    tests.
 
     There are millions of these objects, and they live as long as the process. Without this
     function, each full collection would take a second.

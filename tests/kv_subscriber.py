@@ -1,7 +1,7 @@
 """A subscriber of KV events. It decodes events with the types that vLLM publishes for subscribers.
 
 Events that are encoded as arrays have the types of vLLM 0.15. Events that are encoded as maps have
-those of vLLM 0.26.
+the types of vLLM 0.26.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Sets how many examples a law tries. A law is a hypothesis test; these laws use the device.
+"""Sets how many examples a law tries. A law is a hypothesis test. The laws that use this module run
+on the device.
 
 By default, a law tries a tenth of the number of examples that the test gives. With
-``--hypothesis-profile=full``, it tries the whole number.
+``--hypothesis-profile=full``, it tries all of these examples.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ FULL, QUICK = 100, 10
 
 
 def is_full() -> bool:
-    """Return whether laws try the whole number of examples in the current profile."""
+    """Return whether laws try all of their examples in the current profile."""
     return settings().max_examples >= FULL
 
 

@@ -73,7 +73,7 @@ class Lockstep:
     """A started group. It has captured its graphs, and can answer requests.
 
     Attributes:
-        scheduler: the group's scheduler, which is otherwise in the engine.
+        scheduler: the group's scheduler, which in a deployment is part of the engine.
         ranks: the processes that run the steps.
         servers: addresses of the file servers on nodes without the engine; see
             ``GroupFiles.servers``.

@@ -6,7 +6,7 @@ import atexit
 import gc
 import weakref
 
-gc.disable()  # imports make no garbage, and garbage collection would slow them down
+gc.disable()  # imports create no garbage, and garbage collection would slow them down
 
 import ray  # noqa: E402
 
@@ -20,9 +20,9 @@ from dist_aclgraph.layers import experts, shared_experts  # noqa: E402, F401
 from dist_aclgraph.models import checkpoint, decoder  # noqa: E402, F401
 
 # Forked programs call exit functions. Those of torch_npu are needed: they release the device. The
-# two that are removed here would take a tenth of a second. The first imports more of Ray. The
-# second removes torch's operators, and also temporary directories, so forked programs must use
-# these in a ``with`` statement.
+# two that are removed here would take a tenth of a second. The first imports further modules of
+# Ray. The second removes torch's operators, and also temporary directories, so forked programs must
+# use these in a ``with`` statement.
 atexit.unregister(ray.shutdown)
 atexit.unregister(weakref.finalize._exitfunc)
 

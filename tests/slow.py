@@ -1,7 +1,7 @@
 """Marks parameters of tests as slow or rare, so that fewer make targets run these variations of the
 tests.
 
-``make test-more`` runs slow variations, too; only ``make test-all`` runs rare ones. For each of
+``make test-more`` also runs slow variations; only ``make test-all`` runs rare ones. For each of
 them, a faster target runs another variation that tests the same code.
 """
 
@@ -33,7 +33,7 @@ def spread(params: Iterable[Any], quick: Sequence[Any], covering: Sequence[Any])
 
     Args:
         quick: values that ``make test`` tries; not marked.
-        covering: values that ``make test-more`` tries, too; marked as slow. All other values are
+        covering: values that ``make test-more`` also tries; marked as slow. All other values are
             marked as rare.
     """
     return [v if v in quick else slow(v) if v in covering else rare(v) for v in params]

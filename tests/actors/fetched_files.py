@@ -39,8 +39,8 @@ def contents(name: bytes, place: int) -> bytes:
 
 
 def one_node(place: CachePlace) -> GroupFiles:
-    """Return the files of a group whose two workers are on one node; the first worker's ``place``
-    is given.
+    """Return the files of a group whose two workers are on one node. The first worker's files are
+    at ``place``.
     """
     return GroupFiles((place, replace(place, heads=1, rank=1)), ("source", "source"))
 
@@ -89,7 +89,8 @@ class World:
             reader=reader,
             clock=lambda: self.now_s,
         )
-        at_file = self.server.address.file  # used like an address that other nodes can reach
+        # The test uses this address as one that other nodes can reach.
+        at_file = self.server.address.file
         self.address = Address("source", at_file, self.server.address.tcp or at_file)
         self.use(self.address)
 
@@ -123,7 +124,9 @@ class World:
             time.sleep(0.001)
 
     def found(self, kind: FileKind = "block") -> list[bytes]:
-        """Return the names of the files that all workers of the fetching engine have completely."""
+        """Return the names of the files that are complete at every worker of the fetching
+        engine.
+        """
         room = memoryview(bytearray(len(contents(NAMES[0], 0))))
         return [
             name

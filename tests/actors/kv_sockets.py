@@ -1,4 +1,4 @@
-"""A subscriber's sockets: for messages, and for replays."""
+"""The two sockets of a subscriber: one for messages, and one for replays."""
 
 from __future__ import annotations
 

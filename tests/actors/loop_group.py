@@ -67,7 +67,7 @@ class Group:
         fail_at: number of the step in which rank 0 reports an error.
         dp, tp: number of data-parallel ranks, and number of tensor-parallel ranks per data-parallel
             rank. If there are several ranks, they share the experts.
-        num_drafts: number of draft tokens of each request; one draft token is accepted.
+        num_drafts: number of draft tokens of each request per step; one of them is accepted.
         lose_at: number of the step in which the last rank has more tokens than the experts'
             capacity. The results of this step are discarded.
         stall_at, stall_s: number of the step that stalls, and the duration of its stall.
@@ -120,7 +120,7 @@ class Group:
         self._files = {} if files is None else files
         self._copy_messages = copy_messages
         self.ranks = tuple(range(dp * tp))
-        self.later: list[RawClient] = []  # clients that ``close`` of the group closes
+        self.later: list[RawClient] = []  # ``close`` of this class closes these clients
         place = Place(NODE, str(directory))
         channel = StepSender(self.ranks, place, ranks_per_batch=tp)
         self._fault_at = fault_at

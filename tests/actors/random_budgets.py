@@ -50,7 +50,8 @@ def make_round(base: Config, mode: str, model: str, chosen: random.Random) -> Co
 
 
 def play(ranks: LocalRanks, config: Config, free: int) -> str:
-    """Negotiate and capture a plan with ``free`` free stream ids; return the outcome in one word.
+    """Negotiate and capture a plan while the device has ``free`` unused stream ids; return the
+    outcome in one word.
 
     The function checks three laws. If the budget model counts streams, all buckets of the plan are
     captured. If the plan has fewer buckets of a family than requested, no further bucket of this

@@ -40,7 +40,7 @@ class ServingRanks:
     client: EngineClient
     ranks: RankProcesses
     address: Address
-    servers: tuple[Address, ...] = ()  # they send files of nodes without the engine
+    servers: tuple[Address, ...] = ()  # send the files of nodes on which no engine runs
 
     def submit(self, name: str, prompt: list[int], params: Any) -> Answer:
         answer = Answer()
@@ -50,7 +50,9 @@ class ServingRanks:
 
 @dataclass(frozen=True)
 class _Captured:
-    """Stands for ranks that have captured their graphs, and never change them."""
+    """Takes the place of ranks that have captured all graphs of their plan and never change
+    them.
+    """
 
     ranks: tuple[WorldRank, ...]
 

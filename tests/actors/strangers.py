@@ -59,7 +59,7 @@ def refusal_of(endpoint: Endpoint, token: str = TOKEN) -> str:
 
 def send_raw(url: str, count: int) -> int:
     """Send blocks of random bytes, which are not ZMTP, over one connection after another. Return
-    the number of blocks; a block that the engine refuses counts, too.
+    the number of blocks, including blocks that the engine refuses.
     """
     host, port = url.removeprefix("tcp://").split(":")
     taken = 0

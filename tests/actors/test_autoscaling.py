@@ -1,5 +1,5 @@
-"""If the load needs more groups but no NPU is free, the deployment tries again later. Tests of
-refused rolls are here, too.
+"""If the load needs more groups but no NPU is free, the deployment tries again later. This file
+also contains tests of refused rolls.
 """
 
 from __future__ import annotations
@@ -204,6 +204,6 @@ def test_a_lost_group_is_given_back_when_so_many_are_wanted_as_are_left(
     assert stopped == [lost]
     assert crowded.groups == [serves]
     assert crowded.num_missing == 0
-    # The engines send clients a list of groups without the lost group.
+    # The list of groups that engines send to clients no longer contains the lost group.
     [groups] = serves.engine.set_groups.remote.call_args.args
     assert len(groups.groups) == 1

@@ -205,9 +205,12 @@ def test_a_fetch_ends_with_its_request(world: World) -> None:
 
 
 def test_a_block_is_not_found_before_all_its_files_are_here(world: World) -> None:
-    """A look-up checks only the first worker's files, so its file must be fetched last."""
+    """A look-up checks only the first worker's files, so the first worker's file must be fetched
+    last.
+    """
     world.write(*NAMES)
-    for num_looks in range(1, 2 * len(NAMES)):  # the last fetch stops one file before its end
+    # In the last turn, the fetch stops one file before its end.
+    for num_looks in range(1, 2 * len(NAMES)):
         world.fetch(is_wanted=partial(next, iter([True] * num_looks), False))
         first, second = world.here["block"]
         assert [name for name in NAMES if first.has(name) and not second.has(name)] == []
@@ -320,8 +323,8 @@ def test_a_disk_that_hangs_holds_no_request(
 
 
 def test_a_request_whose_fetch_does_not_begin_waits_no_longer(world: World, hang: Hang) -> None:
-    """A fetch waits for a free thread for a limited time. A fetch that has begun keeps its own,
-    longer time limit.
+    """One time limit ends the wait for a free thread. Another, longer limit applies to a fetch that
+    has begun.
     """
     queued = hang.begin()
     world.now_s += QUEUE_S + 1

@@ -30,7 +30,7 @@ STREAMS_BEFORE = 36  # number of free streams of a rank when it makes its offer
 STREAMS_PER_GRAPH = 4
 SMALLEST_SEGMENT = 2 << 20  # smallest size that torch's allocator requests
 CAPTURE_S, STOP_S = 8.0, 2.0
-STALL_S = 100.0  # duration of a stall, and of any wait for the stalled rank
+STALL_S = 100.0  # seconds for which a rank stalls, and for which other ranks wait for it
 
 
 @pytest.fixture(autouse=True)

@@ -192,7 +192,7 @@ def test_groups_that_do_not_come_up_change_nothing(pair: Pair) -> None:
     pair.assert_answers("unchanged")
 
 
-@pytest.mark.slow  # slow, because the fast tests contain another roll while requests run
+@pytest.mark.slow  # marked as slow, because a fast test also rolls groups while requests run
 def test_another_configuration_replaces_the_old_one_without_a_failed_request(pair: Pair) -> None:
     service, other = pair.service, pair.next_config
     old, names = pids_of(service), names_of(service)
@@ -217,8 +217,8 @@ def test_a_dead_group_loses_no_request_and_its_replacement_is_tried_again_when_i
     num_resumed = service.client.num_resumed
     pair.weights.rename(pair.away)
     with streams(service) as found:
-        # All streams of a group can be between two requests. These long requests keep both groups
-        # busy.
+        # A group can be idle for a moment, if all of its streams are between two requests. These
+        # long requests keep both groups busy all the time.
         held = [service.submit(f"d{i}", PROMPTS[i % 4], greedy_params(LONG)) for i in range(8)]
         assert all(answer.began.wait(180) for answer in held)
         os.kill(pids_of(service)[1], signal.SIGKILL)
@@ -314,7 +314,7 @@ def test_a_group_that_dies_takes_no_stream_of_another_with_it(checkpoint: Path) 
     config = make_deployment_config(
         checkpoint, parallel={"dp": 2}, graph=GRAPH, recovery={"restarts_per_hour": 0}
     )
-    free = free_npus()  # the shared deployment may still use the other NPUs
+    free = free_npus()  # some NPUs may still belong to the shared deployment
     with serving(config) as service:
         wanted = [a.tokens for a in service.generate(PROMPTS, greedy_params(TOKENS))]
         with streams(service, 8) as found:

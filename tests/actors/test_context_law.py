@@ -131,7 +131,7 @@ class Deployment:
         assert replayed == eager
         for index, arrival in enumerate(arrivals):
             tokens, all_of_them = eager[str(index)], wanted[str(index)]
-            if arrival.abort_at is not None:  # it can have any number of tokens
+            if arrival.abort_at is not None:  # an aborted request can have any number of tokens
                 length = min(len(tokens), len(all_of_them))
                 tokens, all_of_them = tokens[:length], all_of_them[:length]
             assert tokens == all_of_them
@@ -202,7 +202,8 @@ def test_graphs_and_eager_steps_give_the_tokens_of_one_rank(
 ) -> None:
     setting = deployment.setting
     arrivals = data.draw(arrivals_of(setting))
-    # The cache has few blocks more than the longest request needs, so some requests are preempted.
+    # The cache has only a few blocks more than the longest request needs, so some requests are
+    # preempted.
     smallest = 2 + -(-(MAX_LEN + 4) // (setting.block_size * setting.shards))
     deployment.check(arrivals, data.draw(st.integers(smallest, smallest + 8)))
 

@@ -1,5 +1,5 @@
-"""KV blocks in files remain usable after the end of the group that computed them, and of its
-service.
+"""KV blocks in files remain usable after the group that computed them has ended, and even after its
+service has ended.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def test_blocks_outlive_a_killed_worker_and_then_the_service(
         assert host_root(config).exists()
     assert not any(path.is_dir() for path in host_root(config).iterdir())
 
-    # A group with another number of ranks divides the heads differently, and reads the same files.
+    # A group with another number of ranks divides the heads in another way, but reads the same
+    # files.
     with serving(config.model_copy(update={"parallel": ParallelConfig(tp=1)})) as service:
         assert tokens_of(ANSWER_S, submit_all(service, "later")) == wanted
         assert copied(service)["loaded"] >= NUM_FULL

@@ -15,7 +15,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 # Only the tiny models have their weights in the repository.
 DEMOS = sorted(path.stem for path in CONFIGS.glob("tiny-*.yaml"))
 # For each demo, the operators that may read unaligned views. In linear attention, one product
-# returns the small tensors b and a side by side, so the address of a is not aligned.
+# returns the small tensors ``b`` and ``a`` side by side, so the address of ``a`` is not aligned.
 UNALIGNED = {"tiny-qwen3.5": {"aclnnAdd", "aclnnInplaceCopy"}}
 
 

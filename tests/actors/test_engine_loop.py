@@ -126,8 +126,8 @@ def test_a_request_id_in_use_is_refused_and_the_first_goes_on(
 
 
 class FakeFetches:
-    """Records, for each request, the source of its blocks, and whether its fetch is still wanted
-    when it begins.
+    """Records, for each request, the source of its blocks, and whether the engine still wants the
+    blocks when the fetch begins.
     """
 
     def __init__(self) -> None:

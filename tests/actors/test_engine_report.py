@@ -31,7 +31,7 @@ def test_all_that_is_by_rank_has_the_names_of_world_ranks():
         GraphDispatcher(make_plan(1, 4)),
         max_model_len=256,
     )
-    scheduler.expert_tokens |= {0: 7, 1: 9}  # the keys count ranks within the group
+    scheduler.expert_tokens |= {0: 7, 1: 9}  # the keys are indices of ranks within the group
 
     found = group_metrics(
         scheduler,

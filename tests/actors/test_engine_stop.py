@@ -1,4 +1,4 @@
-"""An engine ends within the time after which the controller would kill it, even if a disk hangs."""
+"""An engine ends before the controller would kill it, even if a disk hangs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ PROMPTS = make_prompts([20, 7, 33, 12] * (STREAMS // 4))
 def params_of(index: int) -> SamplingParams:
     """Return greedy parameters for even indices, and random sampling for odd indices.
 
-    Every third index has a penalty.
+    At every third index, the parameters contain a penalty.
     """
     return SamplingParams(
         max_tokens=TOKENS,

@@ -167,7 +167,9 @@ def test_a_stalled_worker_ends_requests_in_bounded_time(checkpoint: Path) -> Non
 
 @pytest.mark.parametrize("step_s", [slow(4.0), rare(600.0)])
 def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: float) -> None:
-    """Depending on ``step_s``, the step's time limit or the lost heartbeat raises the error."""
+    """Depending on ``step_s``, the first error comes from the step's time limit or from the missing
+    heartbeats.
+    """
     with busy(
         checkpoint,
         parallel={"tp": 2},

@@ -102,7 +102,8 @@ def serving_pair(
 ) -> Iterator[Pair]:
     """Args:
     prefill_tp: number of ranks of the first group. The second group has one rank on each node.
-    nodes, dcp: number of nodes, and of shards, of the first group and of the second group.
+    nodes, dcp: two numbers each: the nodes, and the shards of a request's cache, of the first group
+        and of the second group.
     secret: file with a secret that both groups know. If it is given, the groups belong to different
         services.
     """

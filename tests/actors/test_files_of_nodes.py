@@ -295,7 +295,9 @@ def test_a_worker_fetches_what_its_node_lacks(world: World) -> None:
 def test_fetched_blocks_of_a_long_prompt_are_deleted_before_the_blocks_of_its_beginning(
     world: World,
 ) -> None:
-    """The blocks of the end get earlier times of use than the blocks of the beginning."""
+    """The blocks at the prompt's end are recorded as used earlier than the blocks at its
+    beginning.
+    """
     source, first = world.source(HALVES, "ab"), 1000
     world.nodes["b"].write(HALVES[1])
     files, began_s = world.node_files("d", HALVES[1:]), time.time()
@@ -337,7 +339,9 @@ def test_a_worker_sends_files_of_its_node(world: World) -> None:
 def test_nothing_is_fetched_from_a_group_whose_nodes_have_different_files_of_the_model(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fetched KV might belong to other weights, and later prompts would use it, too."""
+    """The fetched KV might be computed with other weights than this group's, and later prompts
+    would use this KV.
+    """
     at = world.source(HALVES, "ab").addresses
     servers = [NodeServer(at[0], "old weights"), NodeServer(at[1], "new weights")]
     files = GroupFiles(HALVES, ("a", "b"))

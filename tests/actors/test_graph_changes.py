@@ -51,7 +51,7 @@ class Serving:
             before = len(self.ranks.moves)
             self.changes.advance()
             moves = [move for move, _ in self.ranks.moves[before:]]
-            # A graph was released so that this graph can be captured. If the capture fails, the
+            # A release makes room for the capture of another graph. If this capture fails, the
             # released graph is captured again.
             assert moves.count("capture") <= (2 if moves[:1] == ["release"] else 1)
         graph, _ = self.dispatcher.dispatch(batch, batch, 1)
@@ -195,7 +195,7 @@ def test_a_graph_of_the_plan_never_makes_room_for_a_lazy_one() -> None:
     serving = Serving(FakeRanks(), make_plan(32), lazy=make_lazy())
     plan = make_plan(16, 32, version=2)
     for _ in range(STEPS_BETWEEN):
-        serving.dispatcher.dispatch(12, 12, 1)  # enough for a lazy graph of 16 tokens
+        serving.dispatcher.dispatch(12, 12, 1)  # so often that a lazy graph of 16 tokens is due
     serving.changes.change_plan(plan, (Capture(decode_graph(16)),))
 
     for batch in (12, 5):

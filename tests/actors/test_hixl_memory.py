@@ -339,8 +339,8 @@ FAILURES = st.sets(st.sampled_from(["connect", "read", "disconnect"]))
 def test_no_transfer_writes_where_a_late_transfer_may_write(
     reads: list[tuple[str, int, set[str]]],
 ) -> None:
-    """``FakeHixl`` checks that no two transfers use the same memory. Each of ``reads`` lists the
-    calls that fail.
+    """``FakeHixl`` checks that no two transfers use the same memory. For each read, ``reads``
+    contains the engine, the number of bytes, and the calls that fail.
     """
     world = World()
     try:

@@ -111,7 +111,7 @@ def test_after_a_stop_only_the_second_question_renews_the_lease() -> None:
     holder.stand_still(1.5 * LIMIT_S)
 
     assert not holder.lease.is_held()
-    holder.ask()  # it may have been sent before the stop, so it renews nothing
+    holder.ask()  # this question may have been sent before the stop, so it renews nothing
     assert not holder.lease.is_held()
     holder.ask()
     assert holder.lease.is_held()
@@ -137,8 +137,8 @@ def test_a_stopped_holder_that_gets_no_question_ends() -> None:
 
 
 def _keep(leaseholder: Engine | Worker, asks: Any, goes_on: Any) -> None:
-    """Send heartbeat questions to an actor while the event ``asks`` is set. Set ``goes_on`` after
-    50 turns.
+    """Send heartbeat questions to an actor while the event ``asks`` is set. Set the event
+    ``goes_on`` after 50 turns of this loop.
     """
     for number in itertools.count(1):
         if asks.is_set():

@@ -1,5 +1,5 @@
-"""A peer without heartbeats counts as silent. Time in which the listener itself did not run is left
-out.
+"""A peer without heartbeats counts as silent. Time during which the listener itself did not run
+does not count as silence.
 """
 
 from __future__ import annotations

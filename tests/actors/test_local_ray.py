@@ -204,8 +204,8 @@ def own_addresses() -> set[str]:
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield a folder for drivers' temporary files. Its name is short, because paths of Ray's
-    sockets are limited.
+    """Yield a folder for drivers' temporary files. The folder's name is short, because Ray creates
+    sockets in it, and a socket's path must not be long.
     """
     with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
         monkeypatch.setenv("TMPDIR", folder)

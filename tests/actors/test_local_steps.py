@@ -196,8 +196,8 @@ def test_a_worker_that_stands_still_keeps_nobody_waiting_and_is_cut_off_in_the_e
 
 
 def die(address: SocketFile, has_answered: int) -> None:
-    """Run a worker that answers ``has_answered`` messages, and dies after it has sent a part of a
-    frame.
+    """Run a worker that answers a number of messages (``has_answered``), and then dies in the
+    middle of a frame that it sends.
     """
     worker = LocalEngine(address)
     for _ in range(has_answered):

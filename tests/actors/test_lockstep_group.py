@@ -1,4 +1,4 @@
-"""The states of one lockstep group, and the facts about the group that clients get."""
+"""The states of one lockstep group, and the facts that clients get about it."""
 
 from __future__ import annotations
 

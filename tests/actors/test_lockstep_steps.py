@@ -81,8 +81,8 @@ def test_random_arrivals_and_aborts(group: Lockstep) -> None:
         found = [step.num_collectives for step in done]
         counts, num_ranks = set(found), len(found) // len(plan.batches)
         is_full = plan.graph is not None and plan.graph.mode == "FULL"
-        # The collectives by which ranks share caches and prompts run only among ranks with the same
-        # batch.
+        # Some collectives let ranks share caches and prompts. These collectives run only among
+        # ranks with the same batch.
         by_batch = [
             set(found[first : first + num_ranks]) for first in range(0, len(found), num_ranks)
         ]

@@ -1,5 +1,5 @@
-"""Before the capture of a graph for steps with drafts, the number of its streams is predicted
-correctly.
+"""If steps have drafts, the number of streams that a graph needs is predicted correctly before its
+capture.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ DIED = """The actor died unexpectedly before finishing this task.
 The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit \
 detail: Worker unexpectedly exits with a connection error code 2. End of file. Some common causes \
 include: (1) the process was killed by the OOM killer due to high memory usage, (2) ray stop"""
-# The message of the memory monitor of Ray 2.60 stands between lines that identify the actor.
+# In Ray 2.60, the message of the memory monitor stands between lines that identify the actor.
 OUT_OF_MEMORY = DIED.split("The actor is dead")[0] + (
     "The actor is dead because its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY "
     "Worker exit detail: 1 worker(s) were killed due to the node running low on memory. Memory on "

@@ -166,8 +166,8 @@ def test_a_stalled_device_is_named_with_its_layer_and_collective(
         sentences: list[str] = []
 
         def is_explained() -> bool:
-            # A rank records how far its device is when the rank gets a message. So send a message
-            # to each rank.
+            # Only a message makes a rank record how far its device is. So send a message to each
+            # rank.
             for worker in service.ranks.workers:
                 worker.send(("ping", ()))  # like the controller's heartbeat
             found = explained(tmp_path)

@@ -275,7 +275,7 @@ class RecoveryModel(RuleBasedStateMachine):
 
     @invariant()
     def what_has_failed_stays_so_within_the_hour(self) -> None:
-        """If the deployment has failed, another check leaves it failed."""
+        """A deployment that has failed stays in this state after another check."""
         if self.is_over:
             self.upkeep.look()
             assert self.is_over

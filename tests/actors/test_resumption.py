@@ -57,7 +57,7 @@ def submit_all(service: ServingRanks, prefix: str = "r", length: int = 20) -> li
 
 @dataclass(frozen=True)
 class Sound:
-    """The results of a run without a fault, with which tests compare."""
+    """The results of a run without a fault. Tests compare the results of other runs with these."""
 
     checkpoint: Path
     drafts: int
@@ -219,7 +219,7 @@ def test_states_in_memory_that_turns_bad_are_computed_again(npu: Any, tmp_path: 
         sound = tokens_of(ANSWER_S, submit_all(service, "sound", 40))
         preempted = service.loop.metrics()["num_preemptions"]
         # In the first step, a layer copies checkpoints to the requests' rows, and then writes the
-        # states at the end of the prompts.
+        # states that follow from the prompts' last tokens.
         draft = arms.with_suffix(".draft")
         draft.write_text(
             "fault_op=aclnnScatterNdUpdate fault_kind=uce fault_rank=1 fault_offset=8192"

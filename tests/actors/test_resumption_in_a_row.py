@@ -1,4 +1,4 @@
-"""A group may resume only a limited number of times in a row, but any number in total."""
+"""A group may resume only a limited number of times in a row, but any number of times in total."""
 
 from __future__ import annotations
 

@@ -112,7 +112,9 @@ def test_an_answer_that_stops_at_its_first_token_ends_at_once() -> None:
 
 
 def test_a_token_that_comes_with_the_end_is_not_lost() -> None:
-    """An engine that keeps no files sends a request's last token together with its end."""
+    """An engine that keeps no files sends a request's last token in the message that ends the
+    request.
+    """
     world = World()
     world.place("a", 40)
     world.answer(7, reason="length")

@@ -1,5 +1,5 @@
-"""All groups use the same plan. A group that has captured more graphs than this plan contains
-releases the others.
+"""All groups use the same plan. If a group has captured graphs that this plan does not contain, it
+releases them.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def test_directories_of_dead_owners_are_swept(temporary: Path) -> None:
 
 
 def test_directories_of_living_owners_stay_whatever_their_process_ids(temporary: Path) -> None:
-    # The names of directories contain no process id, because another container's process ids have
-    # other meanings.
+    # The names of directories contain no process id, because in another container the same id can
+    # belong to another process.
     mine = RunDirectory()
     foreign = temporary / "dist-aclgraph-notes"
     foreign.mkdir()

@@ -57,8 +57,8 @@ class LoopWorker:
     def end_neighbour(self, pid: int, timeout_s: float) -> bool:
         try:
             handle = os.pidfd_open(pid)
-        # The process has ended and was reaped. A real worker opens a handle of the process before
-        # that.
+        # The process has ended and was reaped. A real worker has a handle of the process, which it
+        # opened while the process ran.
         except ProcessLookupError:
             return True
         return end_process(handle, timeout_s)
@@ -109,8 +109,8 @@ def lives(worker: Any) -> bool:
 
 
 def kill(group: LockstepGroup, rank: int) -> None:
-    """Kill a worker, and wait for its death. Ray kills with a delay, in which the worker answers
-    calls.
+    """Kill a worker, and wait for its death. Ray kills the worker only after a delay. During this
+    delay, the worker still answers calls.
     """
     ray.kill(group.workers.workers[rank])
     wait_until(lambda: not is_alive(group.workers.infos[rank].pid), "the worker lives")

@@ -1,4 +1,6 @@
-"""When groups are added or removed, their traffic watches are added or removed, too."""
+"""When a group is added, its traffic watch is added; when a group is removed, its traffic watch is
+removed.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ from dist_aclgraph.steps.step import Pause, RankBatch, RankPlan, StepResult
 
 
 class Channel:
-    """A channel from which a worker receives one pause, and then the end of the step loop."""
+    """A channel from which a worker receives one command to pause, and then the command to end the
+    step loop.
+    """
 
     def __init__(self, is_engine_dead: bool) -> None:
         self._messages: list[Any] = [Pause(1)]

@@ -52,7 +52,7 @@ class Service:
 
     def command(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         """Run a ``dist-aclgraph`` command with the name of this service, because other services may
-        run, too.
+        run at the same time.
         """
         return subprocess.run(
             [*COMMAND, *map(str, arguments), f"--deployment={self.deployment}",

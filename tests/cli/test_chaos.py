@@ -25,8 +25,8 @@ COMMAND = [sys.executable, "-u", "-m", "tools.chaos", "--seed=1", "--only=kill_w
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """Yield a folder for all temporary files. Its name is short, because the paths of sockets are
-    limited.
+    """Yield a folder for all temporary files. The folder's name is short, because sockets are
+    created in it, and a socket's path must not be long.
     """
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         yield Path(folder)

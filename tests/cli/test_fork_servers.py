@@ -1,4 +1,6 @@
-"""Fork servers of a service die and are replaced, and so do processes that wait for a fork."""
+"""Some fork servers of a service die, and some processes that wait for a fork die. All of them are
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,8 @@ def _command_line(pid: int) -> bytes:
 
 
 def test_a_replacement_that_dies_before_ray_knows_it_is_started_again(npu: object) -> None:
-    """Without our restart, Ray would wait five minutes for the replacement. Requests wait less long
-    here.
+    """Without our restart, Ray would wait five minutes for the replacement. The requests of this
+    test do not wait that long.
     """
     with serving("recovery.wait_s=200") as service:
         if not fork_servers(service):

@@ -1,5 +1,5 @@
-"""The supervisor replaces ingresses that die. Ingresses that never served use up a budget, and come
-back after pauses.
+"""The supervisor replaces ingresses that die. If ingresses die before they have served, each of
+them counts against a budget, and is replaced only after a pause.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ class Obedient(FakeDeployment):
 
 
 class Command:
-    """Runs ``dist-aclgraph serve`` in the main thread, and what clients do in another thread."""
+    """Runs ``dist-aclgraph serve`` in the main thread, and the actions of its clients in another
+    thread.
+    """
 
     def __init__(self, **overrides: object) -> None:
         self.port = free_port()

@@ -13,7 +13,8 @@ from dist_aclgraph.cli.signals import Signals
 
 WAIT_S = 180.0
 
-# In each turn, the timer's signal arrives a little later, so that it hits every point of a wait.
+# In each turn, the timer's signal arrives a little later than in the previous turn. So the signals
+# hit every point of a wait.
 UNDER_FIRE = """
 import signal
 from dist_aclgraph.cli.signals import Signals

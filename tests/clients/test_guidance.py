@@ -1,4 +1,6 @@
-"""The library guidance, with its class for vLLM, restricts answers by its own grammars."""
+"""The library guidance uses its class for vLLM to send grammars, and answers follow these
+grammars.
+"""
 
 from __future__ import annotations
 

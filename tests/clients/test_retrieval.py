@@ -50,5 +50,6 @@ def test_litellm_reranks(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("reranker"), *keys) as service:
         found = run_python("litellm", RERANK, URL=service.url)
 
-    # All weights of the model are zero, so both answers are equally probable, and the order stays.
+    # All weights of the model are zero, so both answers are equally probable, and the order of the
+    # texts does not change.
     assert found == [[0, 0.5, TEXTS[0]], [1, 0.5, TEXTS[1]]]

@@ -9,7 +9,7 @@ import pytest
 from tests.clients.conftest import CHECKPOINT, ROOT, run
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-VLLM = ROOT / ".venv-vllm"  # vLLM's environment, where it runs from its sources without CUDA
+VLLM = ROOT / ".venv-vllm"  # virtual environment in which vLLM runs from its sources, without CUDA
 
 
 @pytest.mark.parametrize("backend", ENDPOINTS)

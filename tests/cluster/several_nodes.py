@@ -157,8 +157,8 @@ class Program:
         self._process.stdin.flush()
 
     def end(self) -> None:
-        """End the program's input, so that it ends; after a time limit, kill it and the processes
-        that it started.
+        """End the program's input, so that the program ends. After a time limit, kill the program
+        and the processes that it started.
         """
         started = _descendants(self.pid)
         try:

@@ -27,8 +27,8 @@ COMMAND = [sys.executable, "-u", "-m", "tools.chaos", "--nodes=3", "--seed=1"]
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """Yield a folder for all temporary files. Its name is short, because the paths of sockets are
-    limited.
+    """Yield a folder for all temporary files. The folder's name is short, because sockets are
+    created in it, and a socket's path must not be long.
     """
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         yield Path(folder)

@@ -96,8 +96,8 @@ def wait_for_missing(program: Program) -> None:
 def wait_for_groups(program: Program, dead: str) -> dict[str, int]:
     """Wait until no group is on the node ``dead``; return each group's node and process id.
 
-    The wait is necessary: the controller may notice the death of the node later than all answers
-    have ended.
+    The wait is necessary: all answers may have ended before the controller notices the death of the
+    node.
     """
     until_s = time.monotonic() + WAIT_S
     while True:
@@ -126,8 +126,8 @@ def test_a_group_whose_node_dies_goes_to_a_spare_place(nodes: Nodes) -> None:
         now = wait_for_groups(program, dead=before[1])
         assert ask(program, "generate", PROMPTS, 20)[0] == [row[:20] for row in alone]
 
-        # Too few nodes are left for both groups. If a worker dies now, its group keeps its NPUs
-        # only if no other group waits for NPUs.
+        # The nodes that are left have too few NPUs for two groups. If a worker dies now, its group
+        # keeps its NPUs only if no other group waits for NPUs.
         dies, stays = now
         nodes.kill(dies)
         wait_for_missing(program)

@@ -1,5 +1,5 @@
-"""If the owner of a deployment dies, another owner replaces it, also on a Ray cluster that the
-owner only joined.
+"""If the owner of a deployment dies, another owner replaces it, even if the first owner did not
+start the Ray cluster, but only joined it.
 """
 
 from __future__ import annotations

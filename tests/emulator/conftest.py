@@ -145,7 +145,7 @@ def run_script(tmp_path_factory) -> Callable[..., tuple[int, str]]:
 
 @pytest.fixture
 def hosts() -> str:
-    """Return one letter per rank, which names the rank's emulated host.
+    """Return the letters that name the emulated hosts of the ranks, in the order of the ranks.
 
     The letters are repeated if there are more ranks than letters.
     """

@@ -161,8 +161,8 @@ def test_decode_over_shares_of_the_cache_equals_decode_over_all(rows):
     pages = Pages(lengths, kv_heads, dim, 16, torch.bfloat16)
     query = torch.randn(2 * rows, heads, dim).bfloat16()
     found = []
-    # For each sequence, its number of tokens in the first share, which are its first tokens. All
-    # later tokens are in the second share.
+    # For each sequence, the number of its tokens in the first share. These are the sequence's first
+    # tokens. All later tokens are in the second share.
     for held in ([3, 25], [0, 16]):
         share = Pages(held, kv_heads, dim, 16, torch.bfloat16)
         for b, n in enumerate(held):
@@ -186,8 +186,8 @@ def test_decode_over_shares_of_the_cache_equals_decode_over_all(rows):
 
 @pytest.mark.parametrize("first,second", [([40, 40], [1030, 1]), ([1500, 900], [1, 0])])
 def test_updates_cross_the_lengths_at_which_tilings_change(first, second):
-    """An update of a task must not change its type of kernel. All attention kernels have the same
-    type.
+    """An update of a task must not change the type of the task's kernel. All attention kernels have
+    the same type.
 
     So an update may change the lengths of a task to any values.
     """

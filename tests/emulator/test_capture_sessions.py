@@ -115,7 +115,9 @@ def test_a_capture_that_was_undone_because_it_failed_somewhere_does_not_count(ru
 
 @one_and_two_hosts
 def test_sends_and_receives_are_no_part_of_sessions(run_ranks):
-    """Rank 1 captures two graphs with a send or a receive; the other ranks capture one."""
+    """Rank 1 captures two graphs with a send or a receive; each other rank captures one such
+    graph.
+    """
     code = """
     y, mine = torch.zeros(8).npu(), []
     for a, b, sent in ((0, 1, x), (1, 2, y)):

@@ -1,4 +1,6 @@
-"""The emulated device counts stream ids by owner, graphs, waits of the host, and updates."""
+"""The emulated device counts graphs, waits of the host, updates, and the stream ids of each
+owner.
+"""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A communicator cannot be destroyed during a call of it. If it is destroyed while ranks wait in
+"""A communicator cannot be destroyed while a call uses it. If it is destroyed while ranks wait in
 it, the waits end. Counters show whether graphs or tasks still used a destroyed communicator.
 """
 

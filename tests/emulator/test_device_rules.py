@@ -1,5 +1,5 @@
-"""The settings ``admit`` and ``refuse`` switch single rules of the emulator off and on, as a real
-device has them.
+"""The settings ``admit`` and ``refuse`` switch single rules of the emulator off and on, so that the
+emulator can have the rules of a real device.
 """
 
 import json

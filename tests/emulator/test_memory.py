@@ -38,7 +38,7 @@ def test_the_host_cannot_read_device_memory(run_script, expandable):
 
 @pytest.mark.slow
 def test_a_segment_that_grows_is_poisoned_in_part(run_script):
-    """Only a part of a large segment is poisoned, also when the segment grows. So an allocation of
+    """Only a part of a large segment is poisoned, even if the segment grows. So an allocation of
     gigabytes does not use gigabytes of the host's memory.
     """
     status, output = run_script(
@@ -147,7 +147,7 @@ def test_memory_of_the_program_is_registered_once_and_counts_as_memory_of_the_ho
     assert register(address, 0, pinned) != 0
     assert register(None, 8192, pinned) != 0
     assert register(address, 8192, 0x1) != 0
-    assert register(middle, 100, mapped) != 0  # memory must begin at a page to be mapped
+    assert register(middle, 100, mapped) != 0  # only memory that begins at a page can be mapped
     assert acl.aclrtHostUnregister(address) != 0
     assert location_type() == unregistered
 

@@ -109,7 +109,7 @@ def test_an_update_may_have_fewer_entries_only_with_fewer_rows_of_the_table():
 
     with pytest.raises(RuntimeError) as refusal:
         captured.update([4, 4, 4], [4, 4, 4])
-    # The refusal is followed by a second error at the end of the update, whose context is the
+    # A second error follows at the end of the update. The context of this second error is the
     # refusal.
     assert "block_table has 4 rows for 3 sequences" in str(refusal.value.__context__)
 

@@ -181,8 +181,8 @@ EXPERTS, CHOICES, HIDDEN, INNER = 8, 3, 32, 48
 
 
 class Layer:
-    """A layer of experts. Computed by the operators, and, as a reference, by a sum over all experts
-    in float32.
+    """A layer of experts. The operators compute it. The reference is a sum over all experts in
+    float32.
     """
 
     def __init__(self, dtype):
@@ -215,8 +215,8 @@ class Layer:
         (rows,) = torch_npu.npu_grouped_matmul(
             [torch_npu.npu_swiglu(inner)], [down[first:end]], **products
         )
-        # Mode 3, with all rows as the rows of one expert, allows an index of -1 (a choice of
-        # another rank's expert).
+        # Mode 3 allows the index -1, which here stands for an expert of another rank. All rows are
+        # given as the rows of one expert.
         return torch_npu.npu_moe_finalize_routing(
             rows[None], None, None, None, weights.to(x.dtype), index, None, drop_pad_mode=3
         )

@@ -73,7 +73,7 @@ def test_routing_with_quantisation(dtype):
     assert (difference <= 0.57).all()  # the operator cuts at most 1 / 16 from a quotient
     fives = (source == 5).nonzero().flatten()
     assert torch.equal(rows.cpu()[fives, :4], want[5, :4].char().expand(len(fives), -1))
-    if dtype != torch.float32:  # the separate operator rounds values like 2.5 differently
+    if dtype != torch.float32:  # the separate operator rounds values like 2.5 to even
         separate, _ = torch_npu.npu_dynamic_quant(x.npu())
         steps = rows[: len(order)].cpu().int() - separate.cpu()[source].int()
         assert steps.abs().max() <= 1
@@ -174,7 +174,7 @@ def test_without_strictness_ids_below_zero_do_what_the_kernel_does(run_script, c
     index, counts, rows = json.loads(output.partition("ROUTED ")[2])
     if cann == "8.5.0":  # negative ids are left out
         assert index == [3, 0, -1, -1, 2, 1, -1, -1] and counts == [2, 1, 1]
-    else:  # negative ids come first; without counts from the kernel, new memory keeps its -1
+    else:  # negative ids come first; the kernel writes no counts, so the memory keeps -1
         assert index == [7, 4, 0, 1, 6, 5, 2, 3] and counts == [-1] * 3
         assert rows == [[2, 3], [2, 3], [6, 7], [6, 7]]
 

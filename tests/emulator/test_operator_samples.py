@@ -1,10 +1,11 @@
 """With torch's own sample inputs, each operator returns the same results as on the CPU, or it is
 refused.
 
-For each operator and type, `data/operator_samples.json` records whether the results were equal, and
-what refused samples: operators of CANN, or torch_npu itself. The test tries one sample of every
-fourth operator. With the hypothesis profile "full", it tries many samples of all operators. `python
-tests/emulator/test_operator_samples.py` writes the file anew.
+For each operator and type, `data/operator_samples.json` records whether the results were equal. If
+samples were refused, it also records whether operators of CANN or torch_npu itself refused them.
+The test tries one sample of every fourth operator. With the hypothesis profile "full", it tries
+many samples of all operators. `python tests/emulator/test_operator_samples.py` writes the file
+anew.
 """
 
 import json
@@ -24,7 +25,8 @@ LIST = HERE / "data" / "operator_samples.json"
 FEW, MANY = 1, 12
 PROCESSES = 2
 
-# Operators whose results cannot equal the CPU's. The name of each set tells the reason.
+# Operators whose results cannot be equal to those of the CPU. The name of each set tells the
+# reason.
 RANDOM = {
     "bernoulli", "exponential", "multinomial", "nn_functional_fractional_max_pool2d",
     "nn_functional_fractional_max_pool3d", "normal", "normal_in_place", "normal_number_mean",

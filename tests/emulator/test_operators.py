@@ -455,7 +455,8 @@ def test_indices_of_no_elements(call, x):
 
 
 def test_an_empty_index_can_be_combined_with_another_index():
-    # The test has no tensor of integers, where an empty index would look like a whole dimension.
+    # The test changes no tensor of integers: in such a tensor, an empty index would look like a
+    # whole dimension.
     check(lambda x, i: x.clone().index_put_((i, i.new_ones(1)), x.new_full((), 9)), X, EMPTY)
 
 

@@ -9,7 +9,8 @@ import textwrap
 
 import pytest
 
-# The error of a copy to the host contains only the code. torch_npu has printed the reason before.
+# The error of a copy to the host contains only the error's code. torch_npu has printed the reason
+# before.
 PROLOGUE = """
 def attempt(call, operator):
     try:

@@ -1,5 +1,5 @@
-"""The functions that our patch replaces in vllm-ascend, for the emulated NPU, return the right
-results.
+"""For the emulated NPU, our patch replaces functions of vllm-ascend. The new functions return the
+right results.
 """
 
 import importlib.util

@@ -47,7 +47,7 @@ def hybrid(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def kimi_linear(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in which some layers have linear attention with one decay per channel, and the other
-    layers latent attention.
+    layers have latent attention.
     """
     directory = tmp_path_factory.mktemp("kimi-linear")
     make_reference("KimiLinearForCausalLM", directory)

@@ -1,5 +1,5 @@
-"""Fills slots of recurrent states that no request may read with NaN, so that tests notice such a
-read.
+"""Writes NaN into the slots of recurrent states that no request may read. So tests notice if a
+request reads one of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dist_aclgraph.scheduler.scheduler import Scheduler
 
 
 def poison_stale_slots(runner: ModelRunner, scheduler: Scheduler) -> None:
-    """Queue a task that fills every slot that has no valid state with NaN.
+    """Queue a task that writes NaN into every slot without a valid state.
 
     Such slots belong to rows without a request, to rejected drafts, and to checkpoints that are not
     stored. Slots that a step in flight writes are left out. If a step reads a filled slot before

@@ -268,8 +268,8 @@ def test_a_block_that_cannot_be_written_delays_no_other_block(
 
 
 def test_no_file_is_written_after_the_end_of_files(npu: Npu, tmp_path: Path) -> None:
-    """After the end of files, the engine deletes all files. A file that was written later would
-    stay for ever.
+    """After ``end_files``, the engine deletes all files. A file that was written later would stay
+    for ever.
     """
     tiers, begun, goes_on = make_tiers(tmp_path), threading.Event(), threading.Event()
     name, write = bytes(16), tiers.write

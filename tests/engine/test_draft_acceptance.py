@@ -110,7 +110,8 @@ def test_tokens_sampled_with_drafts_follow_the_models_distribution(
         seen.update(tuple(answer[1:]) for answer in tokens.values())
         accepted += sum(scheduler.ranks[0].accepted_by_position)
 
-    # The second and the third token are accepted drafts, or were sampled after a wrong draft.
+    # Each of the second and third tokens is either an accepted draft, or a token that was sampled
+    # because a draft was wrong.
     expected = pairs_after_the_first(model, prompt, temperature) * num_seeds
     observed = np.zeros((VOCAB, VOCAB))
     for (second, third), count in seen.items():

@@ -1,4 +1,4 @@
-"""Law: with drafts, mode FULL runs mixed batches in full graphs, too, and this changes no token."""
+"""Law: with drafts, mode FULL also runs mixed batches in full graphs. This changes no token."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ def test_full_graphs_of_mixed_batches_give_the_tokens_of_eager_steps(
 
         assert tokens == expected, name
         assert not scheduler.dispatcher.misses
-        if name == "1 in flight":  # its steps and drafts equal the eager runner's
+        if name == "1 in flight":  # this runner has the same steps and drafts as the eager one
             found, wanted = (each.ranks[0].accepted_by_position for each in (scheduler, eager))
             assert found == wanted

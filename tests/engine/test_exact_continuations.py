@@ -1,4 +1,4 @@
-"""With ``exact``, a request that continues in another group gets the same tokens, also in
+"""With ``exact``, a request that continues in another group gets the same tokens, even in
 bfloat16.
 """
 
@@ -64,7 +64,7 @@ def play(
         exact=exact,
     )
     order = list(range(STREAMS))
-    random.Random(len(outputs[0])).shuffle(order)  # mixes the batches differently
+    random.Random(len(outputs[0])).shuffle(order)  # so that each run has other batches
     for index in order:
         more = SAMPLINGS[index % len(SAMPLINGS)]
         params = SamplingParams(max_tokens=COUNT, seed=index, ignore_eos=True, **more)

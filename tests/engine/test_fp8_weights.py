@@ -52,8 +52,8 @@ def test_the_whole_is_within_half_a_bit_of_its_reference(
 ) -> None:
     read = checkpoint.read("w", SHAPE)
 
-    # For values below the block's smallest normal FP8 number, the absolute error is limited instead
-    # of the relative one.
+    # For values below the block's smallest normal FP8 number, the absolute error is limited, and
+    # not the relative error.
     smallest = torch.finfo(torch.float8_e4m3fn).smallest_normal / LARGEST * weight.abs().max()
     assert ((read - weight).abs() <= ERROR * weight.abs() + ERROR * smallest).all()
     assert not torch.equal(read, weight)

@@ -235,8 +235,8 @@ def test_the_bytes_of_a_slot_are_computed_from_the_shape(npu: Npu, name: str, fa
 
 
 def test_a_graph_equals_eager_steps_and_leaves_other_slots_unchanged(layer: StateLayer) -> None:
-    """The graph has four requests of three tokens. The replayed steps have fewer requests, in any
-    slots.
+    """The graph has four requests of three tokens. The replayed steps have fewer requests than the
+    graph, in any slots.
     """
     with torch.inference_mode():
         layer.cache.conv[0], layer.cache.recurrent[0] = torch.nan, torch.nan

@@ -61,7 +61,7 @@ class Group:
         count = max(0, -(-wanted // self.tokens_per_block) - already)
         self.next_block += count
         ids = range(self.next_block - count, self.next_block)
-        # Neighbours are swapped, so that a request's block ids are not consecutive.
+        # Neighbouring ids are swapped, so that a request's block ids are not consecutive.
         return [id + 1 if id % 2 else id - 1 for id in ids]
 
     def decide(self) -> RankBatch:

@@ -110,7 +110,7 @@ def cold(runner: ModelRunner, arrivals: list[Arrival]) -> dict[str, list[int]]:
 
 def assert_equal(found: dict[str, list[int]], expected: dict[str, list[int]], name: str) -> None:
     """Check that each request's tokens are the first of its expected tokens. Aborted requests have
-    fewer.
+    fewer tokens than expected.
     """
     for index, tokens in found.items():
         assert tokens == expected[index][: len(tokens)], name
@@ -173,7 +173,9 @@ def test_accepted_and_rejected_drafts_change_no_token(
     num_checkpoints: int,
     right: list[int],
 ) -> None:
-    """``right`` has the number of right drafts for each step. After its end, it begins again."""
+    """``right`` contains the number of right drafts of each step. After the last number, the first
+    one is used again.
+    """
     expected = cold(eager, arrivals)
     k, runners = drafting
     for name, (runner, plan) in runners.items():
@@ -284,8 +286,8 @@ def test_random_drafts_of_few_tokens_are_often_accepted(
 
 @pytest.fixture(scope="module", params=[0, slow(2)])
 def in_bfloat16(npu: Any, guessable: Path, request: Any) -> tuple[int, Runners]:
-    # There is a graph of every size, so no batch is padded. Results of padded batches can be
-    # rounded differently.
+    # There is a graph of every size, so no batch is padded. In a padded batch, results can be
+    # rounded in another way than without padding.
     sizes = range(1, MAX_SEQS + 1)
     return request.param, guessing(npu, guessable, request.param, sizes, (), dtype="bfloat16")
 

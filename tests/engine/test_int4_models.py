@@ -158,7 +158,7 @@ def test_logits_with_int8_rows_are_near_those_of_bfloat16(
 
     # The weights of both models are equal. In one model, the inputs of each product are quantised,
     # which adds a relative error of about 0.01; there are about a dozen products in a row.
-    # Different choices of experts add about as much.
+    # Different choices of experts add an error of about the same size.
     assert 0 < relative_error(got, want) < 0.1
     eager = generate(npu, quantised, BFLOAT16)
     assert generate(npu, quantised, BFLOAT16, in_graphs=True) == eager
@@ -186,8 +186,8 @@ def test_logits_with_int8_rows_are_those_of_the_same_values_in_int8(
         for directory in (in_int4, in_int8)
     )
 
-    # Both models multiply the same integers, without rounding. Only the float32 sums are rounded
-    # differently, which seldom changes a result in bfloat16.
+    # Both models multiply the same integers, without rounding. Only the float32 sums can have other
+    # rounding errors, which seldom changes a result in bfloat16.
     assert relative_error(got, want) < 0.005
 
 

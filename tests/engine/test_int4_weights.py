@@ -66,7 +66,7 @@ def one_sign(weight: Tensor) -> Tensor:
     becomes large.
 
     The weights of different outputs have very different sizes, so that another output's scale would
-    give a large error, too.
+    also give a large error.
     """
     weight[::2].abs_()
     return weight

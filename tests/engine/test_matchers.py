@@ -175,7 +175,7 @@ def test_a_request_that_begins_its_row_again_does_not_compile_its_grammar_again(
         assert (row.masks()[0] == fresh_mask(grammar, row.output)).all()
     assert len(compiled) == 1
 
-    row.serve("b")  # another request uses other states of the lexer
+    row.serve("b")  # for another request, the grammar is compiled again
     assert (row.masks()[0] == fresh_mask(grammar, row.output)).all()
     assert len(compiled) == 2
 

@@ -1,5 +1,5 @@
-"""The random numbers for sampling have the right distribution. Tokens race: the smallest number
-wins.
+"""The random numbers for sampling have the right distribution. The tokens compete: the token with
+the smallest number is sampled.
 
 The numbers depend only on the seed, the position and the token.
 """

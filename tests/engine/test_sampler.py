@@ -108,7 +108,7 @@ def test_tokens_follow_the_target_distribution(npu: Any, sampling: dict[str, Any
     assert seen[wanted == 0].sum() == 0
     likely = wanted * count >= 5
     chi_square = ((seen - wanted * count)[likely] ** 2 / (wanted * count)[likely]).sum()
-    assert chi_square < 2 * likely.sum() + 20  # at least the 99.9 % quantile
+    assert chi_square < 2 * likely.sum() + 20  # the bound is at least the 99.9 % quantile
 
 
 def test_a_row_gets_the_same_token_in_any_batch(npu: Any) -> None:

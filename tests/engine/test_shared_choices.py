@@ -61,7 +61,7 @@ class Case:
 
     Attributes:
         kind: what the ranks share. "heads": each has some of the heads and a shard of the cache.
-            "prompts": each computes a part of each prompt. Or both.
+            "prompts": each computes a part of each prompt. "both": the two together.
     """
 
     shards: Shards

@@ -38,7 +38,9 @@ def test_only_a_stored_checkpoint_can_be_read(npu: Any, hybrid: Path, source: st
 def test_the_strict_emulator_gives_a_request_a_row_without_state(
     npu: Any, hybrid: Path, strict: bool
 ) -> None:
-    """A request that reads the state that an earlier request left in its row is noticed."""
+    """An earlier request has left its state in a row. If the next request reads this state, the
+    test notices it.
+    """
     device = {"device": {"emulator": {"strict": strict}}}
     sequences = Sequences(
         make_runner(npu, hybrid, MAX_SEQS, settings=FLOAT32 | device), make_prompts([37])

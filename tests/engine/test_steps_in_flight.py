@@ -107,7 +107,7 @@ def play(
             if request.abort_at == step:
                 scheduler.abort(str(index))
         if step in changes:
-            while runner.is_busy:  # as an engine waits before it changes graphs
+            while runner.is_busy:  # an engine also waits like this before it changes graphs
                 note(got, scheduler.update([runner.finish()]))
             for index in changes[step]:
                 change(runner, dispatcher, index)

@@ -243,7 +243,7 @@ def play_late(
         if len(got["0"]) >= 20 and not gate.is_set():
             for index, sampling in enumerate(samplings):
                 structure = sampling.get("structure")
-                if structure is not None:  # until it is compiled, only reasoning
+                if structure is not None:  # until its grammar is compiled, a request only reasons
                     most = structure.max_thought + 1 if structure.is_thinking else 0
                     assert len(got[str(index)]) == most
             gate.set()

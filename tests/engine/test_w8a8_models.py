@@ -150,7 +150,7 @@ def test_logits_are_near_those_of_floats(npu: Any, model: tuple[Path, Any]) -> N
     )
 
     # There are about twenty products, and each adds an independent relative error of 0.01. bfloat16
-    # and different choices of experts add about as much.
+    # and different choices of experts add errors of about the same size.
     assert relative_error(in_int8, want) < 0.12
     assert relative_error(in_floats, want) < relative_error(in_int8, want)
 

@@ -99,7 +99,9 @@ def calls_of(message: dict[str, Any]) -> list[str]:
 
 
 def assert_readme_is_true(url: str) -> None:
-    """Send these requests; check that the README contains each answer in a code span."""
+    """Send the README's requests to tiny-agent; check that the README contains each answer in a
+    code span.
+    """
     first, second = bodies()
     (call,) = calls_of(ask(url, first))
     name, _, arguments = call.partition(" ")

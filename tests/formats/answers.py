@@ -171,7 +171,9 @@ ANSWERS: dict[str, tuple[str, Message]] = {
 
 
 def make_format(name: str | None, *, has_tokens: bool, thought: Thought | None = None):
-    """Return a format. If ``has_tokens``, each marker is a single token, else none is."""
+    """Return a format. If ``has_tokens``, each marker is a single token; otherwise, no marker is a
+    single token.
+    """
     markers = {*(() if name is None else FORMATS[name].MARKERS)}
     markers |= set() if thought is None else {thought.begin, thought.end}
     ids = {marker: 1000 + i for i, marker in enumerate(sorted(markers))}

@@ -60,7 +60,7 @@ def test_arguments_are_a_json_object(kind, has_tokens, written, expected):
     begin, end = BETWEEN[kind]
     form = make_format(name, has_tokens=has_tokens)
     if name == "gpt_oss" and written == "null":
-        return  # gpt-oss passes this text on unchanged, so it may be no object
+        return  # gpt-oss passes this text on unchanged, even if it is no object
 
     for sizes in ((1,), (2, 3), (100,)):
         found = read(form, begin + written + end, sizes)

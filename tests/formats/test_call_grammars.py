@@ -140,7 +140,7 @@ def test_strict_tools_are_checked_within_text(name):
     form = walk.form.structured(None, TOOLS, {"find"})
     assert form is not None
     found = 0
-    begun = "find\n{" if name == "glm4" else ""  # random text has no tool's name
+    begun = "find\n{" if name == "glm4" else ""  # random text does not contain a tool's name
     for seed in range(NUM_ANSWERS):
         if (tokens := walk.answer(form, seed, begun=begun)) is not None:
             if name == "gpt_oss" and walk.form.token_ids["<|constrain|>"] in tokens:

@@ -47,7 +47,8 @@ def test_tags_may_have_a_suffix_or_not(suffix, has_tokens, sizes):
             "</tool_call></tool_calls>",
             Message(calls=[("find", '{"n": 1}', True)]),
         ),
-        # The arguments are JSON; then all calls are JSON.
+        # In the first answer, only the arguments are JSON; in the second answer, the whole list of
+        # calls is JSON.
         (f"<tool_calls><tool_call>find<tool_sep>{JSON}</tool_call>", Message(calls=[FOUND])),
         (
             f'<tool_calls>[{{"name": "find", "arguments": {JSON}}}]</tool_calls>',

@@ -15,8 +15,8 @@ from dist_aclgraph.sampling import StructuredOutputs
 from tests.formats.walk import Walk
 
 WALK = Walk("hermes", {}, has_tokens=False)
-# Parts from which the tests build classes. "^" is left out at the beginning, where it negates a
-# class.
+# Parts from which the tests build classes. "^" is not used as the first part, because there it
+# would negate the class.
 PARTS = ["[", "&&", "&", "--", "-", "~~", "~", "^", "a", "b", "z", "{", r"\]", r"\w", r"\d", r"\-"]
 SIGNS = "[]&-~^ab1{z_ |"
 
@@ -60,14 +60,16 @@ def test_classes_mean_the_same_as_in_python(is_negative, parts):
     assume(is_negative or not parts[0].startswith("^"))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # Python may get operators of classes
+            # A warning says that later releases of Python may have operators in classes.
+            warnings.simplefilter("ignore", FutureWarning)
             expected = re.compile(pattern)
     except re.error:  # for example, a range whose end comes before its beginning
         return
 
     found = {sign for sign in SIGNS if allows(pattern, sign)}
 
-    # Python refuses a range that ends with a set, such as \w. llguidance takes a hyphen and a set.
+    # Python refuses a range that ends with a set, such as \w. llguidance reads it as a hyphen and a
+    # set.
     assert found == {sign for sign in SIGNS if expected.fullmatch(sign)}
 
 

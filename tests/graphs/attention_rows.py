@@ -51,8 +51,8 @@ def make_buffers(npu: Npu, max_tokens: int = 8, *, steps_in_flight: int = 1) -> 
 
 
 class AttentionDecoder:
-    """Captures and replays graphs of attention. Query, key and value of a token are the rows of a
-    table at the token's id.
+    """Captures and replays graphs of attention. A table contains the query, the key and the value
+    of each token, in the row with the token's id.
 
     All layers compute the same values, and the output is the mean over the layers. So wrong lengths
     in one layer change the output.

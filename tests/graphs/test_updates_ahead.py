@@ -42,7 +42,9 @@ class Device:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """If the device is slow, work that is queued within this context starts only at its end."""
+        """If the device is slow, work that is queued within this context starts only when the
+        context ends.
+        """
         if not self._is_slow:
             yield
             return
@@ -63,8 +65,8 @@ def device(decoder: AttentionDecoder, request: pytest.FixtureRequest) -> Device:
 
 
 def after(count: int) -> Callable[[], bool]:
-    """Return a function that returns true from its call number ``count`` + 1 on, so that ``count``
-    tasks are opened.
+    """Return a function whose first ``count`` calls return false, and all later calls true. So only
+    the first ``count`` tasks are opened.
     """
     asked = iter(range(count))
     return lambda: next(asked, None) is None

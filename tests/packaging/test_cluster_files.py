@@ -202,7 +202,7 @@ def test_a_container_gets_all_npus_of_its_host(tmp_path: Path, num_npus: int) ->
 @pytest.mark.parametrize("name", ["cluster-docker.yaml", "raycluster.yaml", "rayservice.yaml"])
 def test_a_container_has_the_files_that_doctor_reads(name: str) -> None:
     for folder in (DRIVER.parent, HostFiles().firmware.parent, HostFiles().etc / "hccn.conf"):
-        # The file names each folder twice: its path on the host, and its path in the container.
+        # The file contains each folder's path on the host, and its path in the container.
         assert read_text(name).count(str(folder)) >= 2, folder
 
 

@@ -33,8 +33,8 @@ def imported_by(code: str) -> set[str]:
 
 
 def test_processes_that_compute_nothing_import_no_torch() -> None:
-    """These are actors and services. The modules that Ray imports before it sets a rank's
-    environment must not import torch, either.
+    """The processes that compute nothing are actors and services. The modules that Ray imports
+    before it sets a rank's environment must not import torch, either.
     """
     code = f"""
 import importlib, sys
@@ -53,7 +53,7 @@ def test_the_package_imports_neither_torch_nor_ray() -> None:
 
 
 def test_recording_operators_does_not_load_the_compiler() -> None:
-    """If it did, each rank would load torch's compiler in its first capture."""
+    """If recording loaded the compiler, each rank would load it in its first capture."""
     code = (
         "import torch\n"
         "from dist_aclgraph.graphs.digest import OperatorDigest\n"

@@ -1,5 +1,5 @@
 """With a torch that is built for CUDA, torch_npu would end the process. Our error is raised before
-this.
+that can happen.
 """
 
 from __future__ import annotations

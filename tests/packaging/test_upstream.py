@@ -1,5 +1,5 @@
-"""``make test-upstream`` runs the tests of a small fake checkout. Outcomes, hangs, deaths and
-causes are right, and so is the page of results.
+"""``make test-upstream`` runs the tests of a small fake checkout. This file checks the outcomes,
+hangs, deaths and causes that the target reports, and the page of results.
 """
 
 from __future__ import annotations

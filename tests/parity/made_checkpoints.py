@@ -42,7 +42,8 @@ MADE = (
 )
 CONTEXT, ORIGINAL, LONGER = 256, 64, 300
 NUM_TOKENS = 6
-# Endings of the names of layers' matrices. MiniMax names the matrices of an expert w1, w2 and w3.
+# The name of each matrix of a layer ends with one of these texts. MiniMax names the matrices of an
+# expert w1, w2 and w3.
 MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 BLOCK = 128  # each FP8 scale belongs to BLOCK rows and BLOCK columns of a matrix
 Keys = dict[str, Any]

@@ -29,9 +29,9 @@ from tests.parity.conftest import NUM_TOKENS, Reference
 from tests.slow import rare, slow
 
 TP_OF = {architecture: 1 + index % 2 for index, architecture in enumerate(ARCHITECTURES)}
-# Each architecture runs with graphs on one rank or on two ranks, and eagerly on the other number.
-# Of each kind of attention, make test runs one architecture with graphs, and make test-more runs
-# the same architecture eagerly.
+# Each architecture runs with graphs on one rank and eagerly on two ranks, or eagerly on one rank
+# and with graphs on two ranks. Of each kind of attention, make test runs one architecture with
+# graphs, and make test-more runs the same architecture eagerly.
 KINDS = {
     "Qwen3ForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -132,7 +132,7 @@ def test_replay_goes_far_beyond_the_captured_kv_length(references: Any, architec
         [answer] = group.generate([prompt], greedy_params(count))
         report = group.report()
 
-    # In transformers, too, each token is the most probable one after the previous tokens.
+    # transformers also finds each token the most probable one after the previous tokens.
     assert answer.tokens == logprobs(reference.model, prompt, answer.tokens).argmax(-1).tolist()
     assert len(answer.tokens) == count
     assert_replays_where_it_may(report, "FULL_DECODE_ONLY")
@@ -141,8 +141,8 @@ def test_replay_goes_far_beyond_the_captured_kv_length(references: Any, architec
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "forms_agree"),
-    # Latent attention has two forms, which round differently. Which form computes a request depends
-    # on the other requests of the step.
+    # Latent attention has two forms, whose results are not rounded in the same way. The other
+    # requests of the step decide which form computes a request.
     [
         ("Qwen3ForCausalLM", True),
         ("DeepseekV3ForCausalLM", False),

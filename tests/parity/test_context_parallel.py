@@ -75,8 +75,8 @@ def name(layout: Layout) -> str:
 
 
 def sizes(layout: Layout) -> dict[str, Any]:
-    """Return the graph sizes for the layout's graph mode. The size of a decode batch counts its
-    drafts, too.
+    """Return the graph sizes for the layout's graph mode. The size of a decode batch includes its
+    drafts.
     """
     decode = {"sizes": tuple(count * (layout.drafts + 1) for count in (1, 4, 12))}
     mixed = (16, 64, 256)

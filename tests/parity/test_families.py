@@ -147,7 +147,7 @@ def test_drafts_of_glm_change_no_token(
 def test_graphs_of_hybrids_in_strict_bfloat16_equal_eager_steps(
     npu: Any, tmp_path: Path, architecture: str, num_drafts: int
 ) -> None:
-    """CANN's operators of linear attention need bfloat16, and strict mode refuses calls that its
+    """CANN's operators of linear attention need bfloat16. Strict mode refuses calls that CANN's
     documents exclude.
     """
     make_reference(architecture, tmp_path)
@@ -155,7 +155,7 @@ def test_graphs_of_hybrids_in_strict_bfloat16_equal_eager_steps(
         add_next_token_module(tmp_path)
     prompts, found = make_prompts((1, 3, 40, 65)), []
     # Only decode batches have graphs here, because they need no padding. In padded batches, results
-    # could be rounded differently.
+    # could be rounded in another way than in eager steps.
     for mode in ("NONE", "FULL_DECODE_ONLY"):
         config = make_deployment_config(
             tmp_path,

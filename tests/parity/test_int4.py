@@ -73,7 +73,7 @@ def test_modelslim_w4a8_beside_w8a8_gives_the_tokens_of_the_same_values_in_int8(
     in_int4, in_int8 = made
 
     # No fused operator computes SwiGLU for experts in four bits, so the experts in int8 must not
-    # use one, either.
+    # use such an operator, either.
     common = ["norm_quant", "swiglu_quant", "routing_quant", "nz_weights"]
     want = generate(in_int8, parallel, common)
 

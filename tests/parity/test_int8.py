@@ -29,8 +29,8 @@ def generate(
         device={"emulator": {"strict": True}, "fusions": fusions},
     )
     with lockstep(config) as group:
-        # The requests run one after another, because float products can be rounded differently in
-        # batches of another size.
+        # The requests run one after another, because the size of a batch can change how float
+        # products are rounded.
         answers = [
             group.generate([prompt], greedy_params(8), f"alone{i}")[0]
             for i, prompt in enumerate(make_prompts([5, 150]))

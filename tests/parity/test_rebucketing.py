@@ -16,9 +16,9 @@ from tests.parity.conftest import LENGTHS, NUM_TOKENS, remember
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 NUM_STREAMS = 64
-PHASE_S = 200.0  # seconds in which the plan must come to fit the new number of requests
-# For each phase: the number of simultaneous requests, and the buckets of which one must be chosen
-# for them.
+PHASE_S = 200.0  # seconds after which the plan must fit the new number of requests
+# For each phase: the number of simultaneous requests, and a set of buckets. The plan must contain
+# one of these buckets.
 PHASES = ((20, {20, 24}), (44, {44, 48}), (NUM_STREAMS, {NUM_STREAMS}))
 
 
@@ -66,8 +66,8 @@ def test_three_plan_versions_under_load_change_no_token(
         graph={
             "rebucket_s": 0.3,
             # On a busy machine, there are few steps per second, and measured times are inaccurate,
-            # so a new plan may seem to save little time. These settings let a new plan follow after
-            # few steps and with any gain.
+            # so a new plan may seem to save little time. With these settings, a new plan follows
+            # after few steps, however small its gain is.
             "rebucket_min_steps": 8,
             "rebucket_gain": 0.001,
             "traffic_half_life_s": 30.0,
@@ -80,8 +80,8 @@ def test_three_plan_versions_under_load_change_no_token(
     versions, buckets = [1], []
 
     with serving(config) as service:
-        # Each phase has another number of simultaneous requests, and lasts until the plan fits this
-        # number.
+        # The number of simultaneous requests changes with each phase. A phase lasts until the plan
+        # fits its number of requests.
         for phase, (size, fitting) in enumerate(PHASES):
             wave = 0
             deadline_s = time.monotonic() + PHASE_S

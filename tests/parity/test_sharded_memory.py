@@ -1,4 +1,6 @@
-"""With sharded caches, each rank stores only a part of a context, so contexts can be longer."""
+"""With sharded caches, each rank stores only a part of a context, so a context can be longer than a
+rank's cache.
+"""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class Model:
 
 @pytest.fixture(scope="module")
 def models(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
-    """Return a function from an architecture and settings to a model. It makes each model only
-    once.
+    """Return a function that returns the model for an architecture and settings. The function makes
+    each model only once.
     """
     known: dict[str, Model] = {}
 

@@ -1,4 +1,4 @@
-"""The child process of a probe of a fake device. The fake device is the emulator with some
+"""The child process in which a probe asks a fake device. The fake device is the emulator with some
 artificial answers.
 """
 

@@ -1,5 +1,5 @@
-"""For each rule by which the emulator refuses calls, there are questions to a device, or a reason
-why there is none.
+"""For each rule by which the emulator refuses calls, there are questions to a device, or there is a
+reason why no question exists.
 """
 
 import re
@@ -65,8 +65,8 @@ def can_begin_with(text, part):
 
 @pytest.mark.parametrize("probe", [p for p in PROBES if p.rule], ids=lambda probe: probe.name)
 def test_a_rule_is_a_part_of_a_text_of_its_question(probe):
-    """``admit`` switches off the rules whose text contains a part. Without such a part, the rule
-    could not be switched off.
+    """Each entry of ``admit`` switches off the rules whose text contains the entry. So the
+    question's ``rule`` must be a part of a rule's text.
     """
     texts = {text for e in ENTRIES if probe.name in e.questions for text in e.texts}
 

@@ -119,10 +119,10 @@ class FakeEngine:
         reports_late: whether requests with prompt log-probabilities must wait until all other
             requests have ended.
         skipped: number of messages that the engine does not send, beginning with the next message.
-        token_limit: the number of generated tokens in ``metrics`` at which the engine stops to
-            generate. It still answers heartbeats.
-        metrics: the answer to queries for metrics. The engine counts the tokens that it generates
-            here.
+        token_limit: once ``metrics`` counts this number of generated tokens, the engine generates
+            no more. It still answers heartbeats.
+        metrics: the answer to queries for metrics. In this object, the engine counts the tokens
+            that it generates.
         groups: the list of groups that the engine sends to clients.
         others_tokens: the number that the engine reports to each client for the waiting tokens of
             all other clients.
@@ -133,8 +133,8 @@ class FakeEngine:
         answers_queries: whether the engine answers queries; it always sends heartbeats.
         refusal: if not empty, the engine sends this reason of a refusal to all clients, and their
             links end.
-        poison: id of a request that makes the engine die when it runs. Afterwards, the engine
-            serves again.
+        poison: id of a request that makes the engine die when the request runs. Afterwards, the
+            engine serves again.
         poison_after: the number of tokens that the request ``poison`` gets before the engine dies.
         num_deaths: the number of times that the engine has died of the request ``poison``.
         is_proving: whether the engine at once sends a token for each probe. A probe is a request
@@ -173,7 +173,7 @@ class FakeEngine:
         self._told: GroupList | None = None
         self.others_tokens = 0
         self.last_beat = Beat()
-        self._numbers: dict[bytes, int] = {}  # by client: number of its last ``Deltas``
+        self._numbers: dict[bytes, int] = {}  # for each client, the number of its last ``Deltas``
         self._names: dict[bytes, str] = {}
         self._running: dict[str, _Running] = {}
         self._context = zmq.Context()

@@ -151,8 +151,8 @@ def test_a_repaired_mode_is_noticed(tmp_path):
 
 
 def test_a_copy_for_another_machine_reads_the_file_too(tmp_path):
-    """Ray Serve sends a pickled copy of the keys to its replicas. A replica's machine can have
-    another clock.
+    """Ray Serve sends a pickled copy of the keys to its replicas. The clock of a replica's machine
+    can show another time.
     """
     path = write_keys(tmp_path / "keys", FIRST)
     copy = pickle.loads(pickle.dumps(opened(path)))

@@ -120,7 +120,7 @@ def test_an_echoed_prompt_has_log_probabilities(service, prompt, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_offsets_point_at_tokens_of_text_that_is_sent_late(service, stream):
-    service.answer("abcde")  # sent late: the text could begin a stop string
+    service.answer("abcde")  # this text is sent late, because a stop string could begin with it
     body = {"model": MODEL, "prompt": "x", "logprobs": 0, "stop": ["abcdX", "cdeX"]}
 
     reply = service.openai.completions.create(**body, stream=stream)

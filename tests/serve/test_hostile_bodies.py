@@ -101,7 +101,7 @@ def watched(loop: asyncio.AbstractEventLoop):
 
 
 def scan_s(body: bytes) -> float:
-    """Return the CPU seconds of a scan of a body that builds no objects."""
+    """Return the CPU seconds that a scan of a body takes. The scan builds no objects."""
     found = []
     for _ in range(5):
         before = time.process_time()
@@ -115,7 +115,7 @@ def test_a_hostile_body_is_refused_while_the_event_loop_turns(service, name):
     path, body = BODIES[name]
 
     longest = []
-    for _ in range(3):  # the best of three counts: each includes the CPU time of other threads
+    for _ in range(3):  # the lowest of three times is used: each includes other threads' CPU time
         with watched(service.loop) as turns:
             reply = service.http.post(path, content=body)
         assert_error(reply)

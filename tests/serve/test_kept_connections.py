@@ -333,7 +333,7 @@ def test_a_process_may_die_after_the_supervisor_has_got_a_connection(
 
 
 class HoldsNone(HolderLink):
-    """A link to no holder. It counts the connections that it is told to hold."""
+    """A link without a holder. It counts the connections that it is told to hold."""
 
     count = 0
 
@@ -364,7 +364,7 @@ def test_a_connection_is_held_as_soon_as_it_is_accepted() -> None:
     not_held = []
 
     def look() -> None:
-        """Between all callbacks of the loop, count the accepted connections that are not held."""
+        """After each callback of the loop, count the accepted connections that are not held."""
         accepted = sum(is_accepted_at(port, int(name)) for name in os.listdir("/dev/fd"))
         not_held.append(accepted - link.count)
         if link.count == 0:

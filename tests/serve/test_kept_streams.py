@@ -472,7 +472,7 @@ def test_a_request_at_which_processes_die_in_a_row_is_given_up() -> None:
         asking.start()
         submitted = service.engine.submitted
 
-        # A death counts as one of the request only if the process has the request.
+        # A death counts against the request only if the process has already got the request.
         for num_before in range(MAX_LOSSES):
             until(lambda num=num_before: len(submitted) > num, WAIT_S)
             service.kill()

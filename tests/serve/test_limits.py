@@ -262,7 +262,7 @@ def test_of_bodies_that_end_anyhow_nothing_stays_counted(limited, seed):
         for client in clients:
             request = CHUNKED + chunk(random_.randrange(1, 3 << 20)) + b"0\r\n\r\n"
             num_sent = random_.choice([len(request), random_.randrange(len(request))])
-            with suppress(OSError):  # the service may refuse it before its end
+            with suppress(OSError):  # the service may refuse a body before the body's end
                 client.sendall(request[:num_sent])
         for client in clients:
             if random_.random() < 0.4:

@@ -19,7 +19,7 @@ HANGING = {"model": MODEL, "prompt": [70], "max_tokens": 2000, "stream": True}
 
 @pytest.fixture(scope="module")
 def full():
-    """Yield a service all of whose slots are used by endless streams."""
+    """Yield a service in which endless streams use all slots."""
     with serving(**{"scheduler.max_waiting": 4}) as service:
         service.engine.step_s = 0.2
         replies = [

@@ -1,5 +1,5 @@
-"""Request fields that limit reasoning or turn it off have an effect. If they cannot have one, the
-service refuses them, or names them in the header ``x-ignored-parameters``.
+"""Request fields that limit reasoning or turn it off have an effect. If a field cannot have an
+effect, the service refuses the request, or names the field in the header ``x-ignored-parameters``.
 """
 
 from __future__ import annotations

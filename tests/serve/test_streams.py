@@ -1,4 +1,4 @@
-"""All deltas of a step together wake the event loop once. Frames stay complete and in order."""
+"""The event loop is woken only once for all deltas of a step. Frames stay complete and in order."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def test_requests_that_are_submitted_together_wake_the_client_once():
 
 
 class CountedClient(EngineClient):
-    """Counts the wake-ups by an event loop; other threads ask for the state of engines."""
+    """Counts only wake-ups by the thread of an event loop. Other threads also wake the client, to
+    ask for the state of engines.
+    """
 
     num_wakes = 0
 

@@ -69,7 +69,9 @@ class Deployment:
         until(lambda: bool(self.client.outage()))
 
     def replace(self) -> FakeEngine:
-        """Replace all groups by a new group. Only the controller can tell clients its address."""
+        """Replace all groups by a new group. Only the controller can tell clients the new group's
+        address.
+        """
         engine = self.new_engine()
         number = len(self.engines) - 1
         entry = GroupEntry(str(number), engine.address, 100, 16)

@@ -49,8 +49,9 @@ def split_byte_level() -> Tokenizer:
 
 
 def byte_fallback(*, strips: bool = True) -> Tokenizer:
-    """Return a BPE tokenizer as converted from SentencePiece. If ``strips``, it removes the first
-    space of a text, like that of Llama 2; otherwise, it keeps the space, like that of Gemma.
+    """Return a BPE tokenizer like those that are converted from SentencePiece. If ``strips``, it
+    removes the first space of a text, like that of Llama 2; otherwise, it keeps the space, like
+    that of Gemma.
     """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     steps: list[Any] = [normalizers.Prepend(SPACES)] if strips else []
@@ -68,8 +69,8 @@ def byte_fallback(*, strips: bool = True) -> Tokenizer:
 
 
 def unigram(*, has_bytes: bool = False) -> Tokenizer:
-    """Return a unigram tokenizer: with byte tokens (``has_bytes``) like those of LLMs, without like
-    those of T5 and XLNet.
+    """Return a unigram tokenizer. If ``has_bytes``, it has byte tokens, like those of LLMs;
+    otherwise, it has none, like those of T5 and XLNet.
     """
     pieces = [(token, 0.0) for token in CONTROLS]
     pieces += [(byte, 0.0) for byte in BYTES] if has_bytes else []
@@ -124,8 +125,8 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def write_checkpoint(directory: Path, kind: str, described: dict[str, Any]) -> Path:
-    """Write a tokenizer of ``kind``, and a config.json. Its vocabulary size is larger than the
-    tokenizer's.
+    """Write a tokenizer of ``kind``, and a config.json. The vocabulary size in config.json is
+    larger than the tokenizer's.
 
     Args:
         described: the content of tokenizer_config.json.

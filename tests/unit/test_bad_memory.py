@@ -1,5 +1,5 @@
-"""The tensors that lie in the faulty memory that CANN lists are found, and so is whether a repair
-succeeded.
+"""CANN lists faulty memory. The tests check which tensors are found in this memory, and whether a
+failed repair is noticed.
 """
 
 from __future__ import annotations

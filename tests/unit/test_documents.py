@@ -16,7 +16,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 MENTION = re.compile(r"(?<![\w/.-])docs/[\w/-]+\.(?:md|png)")
 TEST = re.compile(r"`(\w[\w/]*\.py)`:\s+`(test_\w+)`")
-# Files whose comments and docstrings name pages of docs/.
+# Files whose comments and docstrings refer to pages of docs/.
 NAMING = ("*.md", "*.py", "*.h", "*.cpp", "*.sh", "*.yaml", "*.toml")
 MAX_COLUMNS = 120
 

@@ -1,5 +1,5 @@
-"""Laws of the division of cores among ranks. Also, the host's files are read, and processes are
-bound to cores.
+"""Laws of the division of cores among ranks. This file also tests how the host's files are read,
+and how processes are bound to cores.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ LAYERS = read_layers()
 
 @dataclass(frozen=True)
 class Module:
-    name: str  # dotted name without that of the package
+    name: str  # dotted name, without the package's name
     tree: ast.Module
     is_face: bool = False  # whether the module is an __init__.py
 

@@ -1,4 +1,4 @@
-"""Each rank of a node reads a part of the files ahead. Together, the ranks read all files."""
+"""Each rank of a node reads a part of the files in advance. Together, the ranks read all files."""
 
 from __future__ import annotations
 

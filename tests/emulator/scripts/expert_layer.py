@@ -147,8 +147,8 @@ def expect_dense(what, out, x, live, with_shared=True, tolerance=1e-2):
 
 
 def expect_load(what, tally, total):
-    """Check that ``tally`` has counted ``total`` tokens. An exchange without a mask counts padding,
-    too, so it is not checked.
+    """Check that ``tally`` has counted ``total`` tokens. An exchange without a mask also counts
+    padding, so its tally is not checked.
     """
     if MC2.takes_mask:
         expect(what, tally.tolist() == [total, 0], f"{tally.tolist()} not {total}")
@@ -159,8 +159,8 @@ def new_tally():
 
 
 def load(seed, n, lives):
-    """Return the load of this rank's experts: the number of choices of them by the tokens of all
-    data-parallel ranks.
+    """Return the load of this rank's experts: how often the tokens of all data-parallel ranks
+    choose one of these experts.
     """
     counts = np.zeros(EXPERTS, np.int64)
     for dp_rank in range(DP):
@@ -254,8 +254,8 @@ def run_in_int8(kind):
 
 
 def run_overflow():
-    """Check a step in which all tokens of a rank choose the same experts, which exceeds their
-    capacity.
+    """Check a step in which all tokens of a rank choose the same experts, so that these experts get
+    more tokens than their capacity.
     """
     layer, n, live = make_layer(factor=1.0), 96, 90
     x, slots = batch(0, n, live)

@@ -23,8 +23,8 @@ def make(**keys: float) -> Autoscaler:
 
 
 def spread(open_requests: int, groups: int) -> Demand:
-    """Return the demand of ``open_requests``, of which some wait only if all rows of the groups are
-    in use.
+    """Return the demand of ``open_requests``. If there are more requests than the groups have rows,
+    the rest of the requests waits.
     """
     running = min(open_requests, ROWS * groups)
     return Demand(groups, running, open_requests - running, ROWS)
@@ -34,7 +34,7 @@ def test_a_group_is_added_after_enough_has_waited_for_long_enough():
     scaler = make()
 
     assert [scaler.decide(t, spread(17, 1)) for t in (0.0, 9.0, 10.0)] == [1, 1, 2]
-    # The next group is added only after the same delay again.
+    # The next group is added only after the same delay has passed once more.
     assert [scaler.decide(t, spread(40, 2)) for t in (11.0, 20.0, 21.0)] == [2, 2, 3]
 
 

@@ -85,7 +85,7 @@ def test_decoding_over_shards_holds_the_queries_and_findings_of_all_their_heads(
         for dcp in (1, 16)
     )
     more = sharded.graph_bytes - plain.graph_bytes
-    # ``queries`` and ``findings`` are bytes for 32 requests.
+    # ``queries`` and ``findings`` are numbers of bytes for 32 requests.
     queries, findings = 32 * 128 * (512 + 64) * 2, 32 * 128 * 512 * 4
 
     # A graph has two copies of the queries: as gathered, and in the order of heads. The graph has

@@ -191,7 +191,7 @@ causes = st.sampled_from(["streams", "memory", "operator"])
 def test_a_bucket_whose_capture_failed_is_not_proposed_again(
     old, decode, data, cause, is_serving
 ) -> None:
-    """The budget model believes in more streams than there are, so only failed captures show the
+    """The budget model assumes more streams than the device has, so only failed captures show the
     true limit.
     """
     offers = [StreamOffer(rank=0, available=900)]

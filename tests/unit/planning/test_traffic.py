@@ -44,7 +44,7 @@ def test_groups_add_up_in_any_order(parts, rng) -> None:
 def test_every_batch_counts_once_where_it_is_replayed(traffic) -> None:
     decode, mixed = weights_of(traffic, [DECODE, MIXED])
 
-    # A batch that is larger than all buckets has a weight, too, although no choice of buckets
+    # A batch that is larger than all buckets also has a weight, although no choice of buckets
     # changes its cost.
     small = sum(w for n, w in traffic.decode.items() if n <= 32)
     rest = traffic.weight - small

@@ -129,7 +129,9 @@ class FakeFiles:
         return len(names)
 
     def _move_states(self, copy: _Running) -> bool:
-        """Copy the checkpoints of a job; return false if it loads and a file does not exist."""
+        """Copy the checkpoints of a job; return false if the job loads checkpoints and a file does
+        not exist.
+        """
         job, states = copy.job, self._workers[copy.dp_rank].states
         names = [
             job.state_hashes[i : i + HASH_BYTES]

@@ -49,8 +49,8 @@ class FakeStates:
         self._rows[row], self._passed[row] = [checksum(tokens, state)], 0
 
     def verify(self, row: int, before: Sequence[int], tokens: Sequence[int], passed: int) -> None:
-        """Run the last token of a row and its drafts (``tokens``); ``passed`` of the drafts are
-        accepted.
+        """Run the last token of a row and its drafts (``tokens``). ``passed`` is the number of
+        drafts that are accepted.
         """
         state, states = self._state_of(row, before), []
         for token in tokens:

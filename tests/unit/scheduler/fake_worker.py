@@ -191,8 +191,8 @@ class FakeWorker:
         """Update the recurrent state of a row by the tokens of a step.
 
         Args:
-            tokens: the row's tokens, including new ones. Positions after their end have rejected
-                drafts.
+            tokens: the row's tokens, including new ones. Positions behind these tokens contain
+                rejected drafts.
         """
         assert self.states is not None
         before, after = tokens[:computed], [*tokens, *[WRONG] * length]
@@ -270,7 +270,9 @@ class FakeGroup:
         return results[::-1]
 
     def _mask(self, result: StepResult, batch: RankBatch) -> StepResult:
-        """Return a rank's result. Add to it which of its samples had no mask."""
+        """Return a rank's result, with additional fields: the samples that had no mask, and the
+        rows whose grammars are still being compiled.
+        """
         compiling = self._compiling[result.rank]
         sampled = sampled_rows(batch)
         compiling |= {row: self._compile_steps() for row in sampled if not compiling.get(row)}

@@ -87,7 +87,9 @@ def test_nothing_is_fetched_if_all_blocks_have_files() -> None:
 
 
 def test_a_block_that_a_rank_could_not_read_is_written_again() -> None:
-    """Look-ups check only the first rank's files. So a file can be missing on another rank only."""
+    """Look-ups check only the first rank's files. So if only another rank lacks a file, look-ups do
+    not notice it.
+    """
     world = World(ranks=(0, 1))
     world.files.update(world.hashes)
     request: Request = world.request

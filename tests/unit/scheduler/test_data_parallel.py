@@ -1,5 +1,5 @@
-"""Single decisions of the scheduler for several data-parallel ranks, also with lost tokens and with
-drafts.
+"""Single decisions of the scheduler for several data-parallel ranks. In some tests, steps lose
+tokens or have drafts.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Shape:
     tp: int
     num_drafts: int
     max_num_seqs: int
-    spare_tokens: int  # tokens that a step can run beyond a decode of all rows
+    spare_tokens: int  # tokens that a step can run in addition to a decode of all rows
     num_blocks: int
     prefix_cache: bool
     loses_tokens: bool

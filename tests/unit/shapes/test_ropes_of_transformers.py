@@ -74,8 +74,8 @@ def test_embeddings_of_types_of_layers_are_those_of_transformers(
 def test_an_embedding_that_transformers_ignores_is_refused(
     tmp_path: Path, family: tuple[str, str], flat: dict[str, Any]
 ) -> None:
-    """It is not clear that the embedding is meant for layers without a window. Only an override can
-    say this.
+    """It is not clear whether the embedding is meant for layers without a window. Only an override
+    can decide this.
     """
     write(tmp_path, family, rope_parameters=flat, rope_theta=3e5)
     ignored = AutoConfig.from_pretrained(tmp_path).rope_parameters[FULL_ATTENTION]

@@ -39,7 +39,7 @@ def read(directory: Path, **keys: Any) -> ModelFacts:
         ({}, [2, 3]),
         ({"max_window_layers": 0}, [0, 1, 2, 3]),
         ({"max_window_layers": 4}, []),
-        ({"max_window_layers": None}, []),  # the default is 28; there are fewer layers
+        ({"max_window_layers": None}, []),  # the default is 28; the model has fewer layers
         ({"use_sliding_window": False}, []),
         ({"sliding_window": None}, []),
         ({"layer_types": [SLIDING, FULL, SLIDING, FULL]}, [0, 2]),

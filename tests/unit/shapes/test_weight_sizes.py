@@ -30,8 +30,8 @@ def test_deepseek_v3_has_671_billion_parameters() -> None:
 
 
 def test_its_next_token_module_has_14_billion_with_the_embedding_and_head_it_shares() -> None:
-    # By the model card on Hugging Face, there are 685B parameters: 671B of the main model, and 14B
-    # of this module.
+    # According to the model card on Hugging Face, there are 685B parameters: 671B of the main
+    # model, and 14B of this module.
     spec = read_model_spec(SHAPES / "deepseek-v3")
     alone = elements("deepseek-v3", drafts=True) - elements("deepseek-v3")
     assert round((alone + 2 * spec.vocab_size * spec.hidden_size) / 1e9) in (13, 14)
@@ -49,8 +49,8 @@ def test_qwen3_has_235_billion_parameters() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "billions", "tolerance"),
-    # Billions of parameters, as the authors publish them. gpt-oss's model card has two decimal
-    # places.
+    # Numbers of parameters in billions, as the authors publish them. gpt-oss's model card has two
+    # decimal places.
     [("glm-4.5", 355, 0.015), ("glm-4.5-air", 106, 0.015), ("minimax-m2", 230, 0.015),
      ("kimi-k2", 1040, 0.015), ("qwen3-next-80b-a3b", 80, 0.015),
      ("qwen3.5-397b-a17b", 397, 0.015), ("glm-5", 744, 0.015), ("deepseek-v3.2", 671, 0.015),
@@ -65,7 +65,8 @@ def test_other_families_have_the_published_numbers_of_parameters(
     assert elements(shape, element_bytes=4) / 4e9 == pytest.approx(billions, rel=tolerance)
 
 
-# The published sizes of models, and billions of their parameters as the authors publish them.
+# The published sizes of models, and their numbers of parameters in billions, as the authors publish
+# them.
 PUBLISHED = {
     "Mistral 7B v0.3": (7.248, {
         "architectures": ["MistralForCausalLM"], "vocab_size": 32768, "hidden_size": 4096,
