@@ -55,7 +55,7 @@ def without_look_ahead(pattern: str) -> list[str] | None:
 
 
 def _without_digits(match: re.Match[str]) -> str:
-    # The limit of the look-ahead counts the decimal point, too.
+    # The limit of the look-ahead includes the decimal point.
     num_chars = int(match["before"]) + 1 + int(match["after"])
     return match["rest"] if num_chars <= int(match["most"]) else match[0]
 

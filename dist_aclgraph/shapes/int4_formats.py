@@ -177,8 +177,8 @@ def _compiled(config: ModelConfig, key: str, pattern: str) -> re.Pattern[str]:
 
     Raises:
         ModelError: the expression is invalid.
-        UnsupportedModelError: to match a name could take years, because the expression has a
-            repeated group or many repetitions.
+        UnsupportedModelError: the expression has a repeated group or many repetitions, so that a
+            match of a single name could take years.
     """
     expression = pattern.removeprefix(EXPRESSION)
     try:

@@ -1,4 +1,4 @@
-"""Checks whether the ranks of a layout can share a model's matrices of four bits."""
+"""Checks whether a model's matrices of four bits can be divided among the ranks of a layout."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ class LinearSpec:
 
     Attributes:
         layers: layers with linear attention; the other layers attend to all keys.
-        num_key_heads, num_value_heads: numbers of heads. Each key head is used by equally many
-            value heads.
+        num_key_heads, num_value_heads: numbers of heads. Every key head is used by the same number
+            of value heads.
         key_dim, value_dim: width of a key or query head, and of a value head.
         conv_width: number of latest tokens that the convolution combines for each token, the token
             itself included.

@@ -95,7 +95,7 @@ class OutputText:
         logprobs: Sequence[RowLogprobs | None],
         finish_reason: str | None,
     ) -> TextPiece:
-        """Add new tokens, and return the piece of text that they make.
+        """Add new tokens, and return the piece of text that they add to the output.
 
         Tokens are added one by one, so that the number of tokens in a delta changes neither the
         counts nor the reported values.

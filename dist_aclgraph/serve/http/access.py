@@ -76,7 +76,9 @@ class Access:
         return key
 
     def cors_origin(self, headers: Headers) -> bytes | None:
-        """Return the request's origin if browsers may allow it; otherwise None."""
+        """Return the origin that the response names as allowed; None if the pages of the request's
+        origin may not use the API.
+        """
         origin = headers.get(b"origin")
         if origin is None or ANY in self.origins:
             return ANY.encode() if self.origins and origin is not None else None

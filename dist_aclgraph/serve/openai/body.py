@@ -149,7 +149,7 @@ class HeldBody:
 
 
 class Body(msgspec.Struct, kw_only=True, gc=False):
-    """Base class of request bodies and their parts. The function ``strict`` makes the class that
+    """Base class of request bodies and their parts. The function ``strict`` returns a subclass that
     refuses unknown fields.
 
     Attributes:
