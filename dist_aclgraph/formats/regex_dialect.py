@@ -40,8 +40,8 @@ def in_dialect(pattern: str) -> str:
 
 
 def _class(pattern: str, begin: int) -> tuple[str, int]:
-    """Return the class that begins at an index, and the index after it. A class without an end is
-    returned unchanged.
+    """Return the class that begins at an index, and the index of the character after the class. A
+    class without an end is returned unchanged.
     """
     at = begin + 1 + pattern.startswith("^", begin + 1)
     found, is_set = pattern[begin:at], False

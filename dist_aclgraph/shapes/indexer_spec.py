@@ -1,4 +1,4 @@
-"""The indexer of sparse attention: its shape, and the layers that have one.
+"""The indexer of sparse attention: its shape, and the layers that have an indexer.
 
 An indexer keeps a small key for each token, and chooses the keys to which a query attends. A layer
 without an indexer uses the keys that the nearest earlier layer with an indexer has chosen.

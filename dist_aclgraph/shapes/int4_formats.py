@@ -1,5 +1,4 @@
-"""Finds the matrices of a checkpoint whose values have four bits, and how these matrices are
-multiplied.
+"""Finds the four-bit matrices of a checkpoint, and the way in which each of them is multiplied.
 
 Two tools write such checkpoints. ModelSlim lists all tensors with their types in
 ``quant_model_description.json``. compressed-tensors describes groups of matrices by patterns in
