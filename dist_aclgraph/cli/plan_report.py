@@ -40,7 +40,8 @@ CHOSEN, ALL_SIZES, UNIFORM = "chosen", "all sizes", "as many, evenly by index"
 
 
 def plan_report(config: Config) -> dict[str, Any]:
-    """Return the graphs that the deployment would capture, with reasons, as values for JSON.
+    """Return the graphs that the deployment would capture, and the reasons for them, as values for
+    JSON.
 
     Raises:
         ConfigError: the model's directory does not exist, or has no checkpoint; the model's sizes

@@ -1,8 +1,8 @@
 """Scanner: reads an answer that arrives token by token, and collects its events.
 
-A format is a generator that describes an answer as straight code: "copy text until this marker,
-then read a name". The generator yields when it needs more text; ``Reader`` resumes it with the next
-token. So the division of an answer into deltas cannot change the events.
+A format is a generator that describes an answer as code without callbacks: "copy text until this
+marker, then read a name". The generator yields when it needs more text; ``Reader`` resumes it with
+the next token. So the division of an answer into deltas cannot change the events.
 
 Many markers are single tokens of the vocabulary. If a model spells the text of such a marker in
 other tokens, the text is content. So the scanner writes a single unpaired surrogate in place of a

@@ -56,8 +56,9 @@ class LinearSpec:
         """Refuse parallel sizes that cannot divide the state of a request, and too many drafts.
 
         Raises:
-            ConfigError: the heads cannot be divided evenly among the ranks, ranks share contexts,
-                or a request would have more tokens than the operator accepts.
+            ConfigError: the heads cannot be divided evenly among the ranks, several ranks share the
+                context of one request, or a request would have more tokens than the operator
+                accepts.
         """
         if num_drafts >= MAX_DIRECT_TOKENS:
             raise ConfigError(

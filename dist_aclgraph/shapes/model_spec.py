@@ -177,8 +177,7 @@ class WeightNames:
 
 @dataclass(frozen=True)
 class LayerRope:
-    """A rotary embedding that only some layers have, and the indices of these layers.
-    """
+    """A rotary embedding that only some layers have, and the indices of these layers."""
 
     rope: RopeSpec
     layers: frozenset[int]

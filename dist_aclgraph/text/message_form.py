@@ -24,7 +24,7 @@ OBSERVATION = "observation"
 PHI_TOOLS = "<|/tool|>"
 # The model card of Phi-4-mini has this text before the tools.
 SYSTEM = "You are a helpful assistant with some tools."
-# these strings are keys of a message, so they name no role
+# these strings are keys of a message, and not names of roles
 NO_ROLES = frozenset({"content", "role"})
 # Filters whose result is still a list of parts.
 _OF_LISTS = frozenset({"default", "list", "rejectattr", "reverse", "selectattr"})

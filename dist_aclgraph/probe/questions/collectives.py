@@ -80,7 +80,8 @@ def _same_bits(bench: Bench) -> Answer:
 def captured_sum(bench: Bench) -> tuple[Any, Any, Any]:
     """Return a graph, its input tensor and its output tensor.
 
-    A replay writes twice the sum of all ranks' inputs.
+    A replay sums the inputs of all ranks, multiplies the sum by two, and writes the product to the
+    output tensor.
     """
     x, out = bench.torch.ones(64, device="npu"), bench.torch.zeros(64, device="npu")
 

@@ -206,7 +206,9 @@ def _routing_of_padding(bench: Bench) -> Answer:
 
 
 def _draws(bench: Bench) -> str | Answer:
-    """Draw tokens like the sampler, and compare the tokens' frequencies with the probabilities."""
+    """Draw tokens in the same way as the sampler, and compare the frequencies of the tokens with
+    their probabilities.
+    """
     # The engine imports torch. Only a child process may import torch.
     from dist_aclgraph.engine.sampling.race_noise import RaceNoise, make_keys, mix_seeds
 

@@ -80,8 +80,7 @@ def _rotated_queries(bench: Bench) -> Answer:
 
 
 def _cache_rows(bench: Bench) -> Answer:
-    """Write to the cache. The written values are parts of rows that hold queries, keys and values.
-    """
+    """Write to the cache. The values are parts of rows that hold queries, keys and values."""
     torch = bench.torch
     keys = _wide(bench, 2, HEADS, DIM)
     slots = torch.tensor([3, 20], dtype=torch.int32).npu()

@@ -117,8 +117,7 @@ class ConnectionRecord:
         return self._resumed is not None and self._resumed.journal is not None
 
     def prepare(self) -> None:
-        """Allocate memory for the journal in advance, so that a later call of ``hold`` is faster.
-        """
+        """Allocate the journal's memory in advance, so that a later call of ``hold`` is faster."""
         if self._prepared is None and self._link is not None and self._link.has_room:
             with contextlib.suppress(OSError):
                 self._prepared = JournalMemory.create()
