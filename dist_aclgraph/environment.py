@@ -14,7 +14,8 @@ from pathlib import Path
 
 from dist_aclgraph.config import Config, DeviceConfig, HcclExpansion
 
-# Values of HCCL_OP_EXPANSION_MODE. With HOST, the host expands collectives; an A2 then uses FFTS+.
+# Values of HCCL_OP_EXPANSION_MODE. With HOST, the host expands collectives; on an A2, this mode
+# uses FFTS+.
 HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
 
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # Ray sets this variable in all processes of a raylet
@@ -99,7 +100,7 @@ def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
 
 
 def set_hccl_buffsize(mb: int) -> None:
-    """Set the buffer size of HCCL's communication domains that have no individual size.
+    """Set the buffer size of those HCCL communication domains for which no separate size is set.
 
     torch_npu reads the variable once, when this process creates its first communicator.
     """
@@ -163,7 +164,7 @@ def ascend_toolkit() -> Path:
 def prepare_device(config: DeviceConfig, *, is_npu: bool, deterministic: bool) -> None:
     """Set the variables that depend on this process's device, before torch_npu is loaded.
 
-    Settings of the allocator that the user has made are not changed.
+    If the user has set variables of the allocator, these variables keep their values.
 
     Args:
         deterministic: whether collectives sum in a fixed order.
@@ -178,7 +179,7 @@ def prepare_device(config: DeviceConfig, *, is_npu: bool, deterministic: bool) -
 
 
 def cache_directory() -> Path:
-    """Return the user's cache folder, for files that can be made again."""
+    """Return the user's cache folder, for files that can be created again."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "dist-aclgraph"
 

@@ -25,7 +25,7 @@ DistAclGraphError
   EngineUnavailableError  the engine cannot take requests now (a 503)
     EngineDeadError, QueueFullError
       RayDiedError        the Ray that was started for a deployment has died
-  RollError               not all groups could be replaced; says what each group runs
+  RollError               a group could not be replaced; says what each group runs now
 
 Every error survives pickling, because Ray transports it. So fields are passed to
 ``Exception.__init__``.

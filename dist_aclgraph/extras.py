@@ -18,7 +18,7 @@ def require(package: str, extra: Extra, purpose: str) -> None:
     """
     try:
         is_installed = find_spec(package) is not None
-    except ModuleNotFoundError:  # raised if the parent package of ``package`` is also missing
+    except ModuleNotFoundError:  # the parent package of ``package`` is missing
         is_installed = False
     if not is_installed:
         raise MissingPackageError(

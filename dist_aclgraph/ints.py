@@ -31,7 +31,7 @@ def pack_ints(values: Sequence[int] | IntArray) -> bytes:
 
 
 def listed_ints(data: bytes) -> list[int]:
-    """Return packed integers as a list, which is much cheaper than an array for few integers."""
+    """Return packed integers as a list. For few integers, a list is much cheaper than an array."""
     return memoryview(data).cast("i").tolist()
 
 

@@ -118,7 +118,7 @@ class ProcessLog:
 
         Args:
             has_terminal: whether a user reads this process's stderr. If so, warnings that are not
-                events are also written there, as sentences.
+                events are written to the log and, as sentences, to stderr.
         """
         main: logging.Handler = _StderrHandler()
         access, problem = main, ""
@@ -195,7 +195,9 @@ class _FileHandler(RotatingFileHandler):
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes lines to ``sys.stderr``, also after a program has replaced this object."""
+    """Writes lines to the object that is ``sys.stderr`` at the time of the write, because a program
+    may replace this object.
+    """
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)

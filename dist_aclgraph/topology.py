@@ -1,7 +1,8 @@
 """Computes ranks, coordinates and groups. No other module contains this arithmetic.
 
-Ranks are laid out [dp, pcp, tp]; tp is the fastest axis. Ranks that meet in any collective form a
-lockstep group. A lockstep group has one scheduler and one graph plan, and is one failure domain.
+Ranks are laid out [dp, pcp, tp]; tp is the fastest axis. If two ranks meet in a collective, they
+belong to the same lockstep group. A lockstep group has one scheduler and one graph plan, and is one
+failure domain.
 """
 
 from __future__ import annotations

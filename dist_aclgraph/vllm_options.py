@@ -259,8 +259,8 @@ METHOD = "mtp"  # method of drafting; vLLM has further names for it, such as qwe
 
 def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return our keys with the values of the options. The result omits options without a value
-    (None, "", {} or []). Options that the table does not contain may be off (False or 0), because
-    vLLM's ``EngineArgs`` has a value for each option.
+    (None, "", {} or []). An option that is not in the table is accepted if its value is False or 0,
+    because vLLM's ``EngineArgs`` has a value for each option.
 
     This function ignores ``enable_expert_parallel`` and the options of ``SAME``, because they can
     be checked only with the whole configuration.
@@ -298,8 +298,8 @@ def is_harmless(name: str, value: object) -> bool:
 
 
 def is_switch(name: str) -> bool:
-    """Return whether an option is a switch, which has no value on the command line. The option is
-    not in the table.
+    """Return whether an option that is not in the table is a switch. A switch has no value on the
+    command line.
     """
     return name.startswith(("enable_", "disable_")) or any(
         isinstance(value, bool) for value in HARMLESS.get(name, ())

@@ -14,7 +14,7 @@ from dist_aclgraph.shapes.weight_files import check_weight_files
 def check_deployment(config: Config) -> Config:
     """Return the configuration with the chosen device; raise an error if a deployment cannot start.
 
-    The checks include the files of weights. A plan alone would not need these files.
+    The checks include the files of weights, which a deployment needs and a plan does not.
 
     Raises:
         DeviceError: this machine has fewer NPUs than the ranks need.

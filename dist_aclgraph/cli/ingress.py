@@ -36,7 +36,8 @@ def serve_http(
     """Serve until the service is over.
 
     Args:
-        life: read end of a pipe without data. The pipe is closed when the service is over.
+        life: read end of a pipe, through which no data is sent. The pipe is closed when the service
+            is over.
         beat: a function that the event loop calls every second or two. Its argument says whether
             the API is open. Until the API opens, the process only listens, and answers 503.
         link: link to the process that keeps clients' connections open after the death of an
@@ -84,13 +85,14 @@ def _serve(
     reach: Reach,
     replica: int,
 ) -> None:
-    # Another thread asks the owner about the progress of a recovery. It needs a second client,
-    # because only one thread may use a client.
+    # Another thread asks the owner about the progress of a recovery. This thread needs a second
+    # client, because two threads must not share a client.
     asker = OwnerClient(opened.owner_path)
     state = open_state(opened.config, opened.tokenizer, reach, asker.outlook, replica)
     failure = None
     try:
-        # The objects that exist now live until the process ends, so garbage collections skip them.
+        # All objects that exist at this point stay alive until the process ends. So they are
+        # frozen: later garbage collections skip them.
         gc.collect()
         gc.freeze()
         # This call makes the owner announce the service. Requests are admitted only after this
@@ -110,7 +112,7 @@ def _serve(
         state.close()
         asker.close()
         owner.close()
-    # The owner also notices the failure, and stops.
+    # The owner notices the same failure without a message from this process, and ends the service.
     if not _is_over(life, END_S if failure else None) and failure:
         raise failure
 

@@ -58,7 +58,9 @@ MAX_WORDS = 4
 
 
 def _options() -> Iterator[tuple[str, str]]:
-    """Yield each option of vLLM, with our key and with the values that we name differently."""
+    """Yield each option of vLLM, with our key, and with those of its values that have other names
+    here than in vLLM.
+    """
     for name, option in OPTIONS.items():
         flags = ", ".join(f"`{_flag(each)}`" for each in (name, *option.short))
         words = [

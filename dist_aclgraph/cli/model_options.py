@@ -38,7 +38,9 @@ OF_SERVICE = ("served_model_name", "host", "port", "uds", "allowed_origins")
 
 
 class ModelCommand(TyperCommand):
-    """A command with vLLM's options. If it refuses an option, it names the most similar option."""
+    """A command with vLLM's options. If it refuses an option, the error suggests the most similar
+    one.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -148,8 +150,8 @@ def with_model_options(*, serves: bool) -> Callable[[Callable[..., None]], Calla
     """Add vLLM's options to a command, which gets the options' values as its argument ``options``.
 
     Args:
-        serves: whether the command starts an HTTP service. Every command accepts the options of the
-            service. If false, the command's help does not show these options.
+        serves: whether the command starts an HTTP service. If false, the command accepts the
+            options of the service, but its help does not show these options.
     """
     names = [*OPTIONS, *SAME]
     hidden = {*SAME} if serves else {*SAME, *OF_SERVICE}

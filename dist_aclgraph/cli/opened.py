@@ -74,7 +74,7 @@ def open_service(config: Config) -> Iterator[Opened]:
         config = with_log_folder(check_deployment(config))
         tokenizer = Tokenizer.of(config)
         if config.task == "rerank":
-            # If the model cannot be used, this raises an error before anything is started.
+            # If the model cannot be used, this call raises an error before anything is started.
             answer_tokens(tokenizer)
         directory = RunDirectory()
         try:

@@ -136,7 +136,7 @@ def _started(
                 show.stop_at_once()
                 if has_supervisor:
                     os._exit(128 + signals.received)
-                raise KeyboardInterrupt  # only this error ends a running call to Ray
+                raise KeyboardInterrupt  # only this error interrupts a running call to Ray
 
             signals.on_first = stop
             if signals.received:
@@ -170,7 +170,7 @@ def _started(
         answers.progress = "the deployment is being ended"
         answers.running = None
         # Without Ray, no actor can be stopped in an orderly way, and each attempt takes seconds.
-        # The supervisor of this process then ends the actors' processes.
+        # Instead, the supervisor of this process ends the actors' processes.
         if has_ray:
             running.shut_down()
 
@@ -286,7 +286,7 @@ class _Checks:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Wait for the end of the last check before the deployment is stopped."""
+        """Wait until the last check has ended. Only then, the deployment may be stopped."""
         self._ended.set()
         self._thread.join(JOIN_S)
 

@@ -40,7 +40,8 @@ CHOSEN, ALL_SIZES, UNIFORM = "chosen", "all sizes", "as many, evenly by index"
 
 
 def plan_report(config: Config) -> dict[str, Any]:
-    """Return the graphs that the deployment would capture, with reasons, as values for JSON.
+    """Return the graphs that the deployment would capture, and the reasons for them, as values for
+    JSON.
 
     Raises:
         ConfigError: the model's directory does not exist, or has no checkpoint; the model's sizes
@@ -49,7 +50,7 @@ def plan_report(config: Config) -> dict[str, Any]:
         StreamBudgetError: a rank has too few streams for even one bucket.
     """
     deployment = AssumedDeployment.from_config(config)
-    config = deployment.config  # its graph mode is one that the model supports
+    config = deployment.config  # the model supports this config's graph mode
     layout = deployment.layout
     model, spec = deployment.budget_model, deployment.planner.cache_spec
     families = candidate_families(config)
@@ -217,7 +218,9 @@ def _facts_entry(facts: ModelFacts) -> dict[str, Any]:
 def _requests_that_fit(
     deployment: AssumedDeployment, num_blocks: int, longest: int
 ) -> list[dict[str, int]]:
-    """For each length, return the number of requests that fit in the KV caches of all ranks."""
+    """For each length, return how many requests of this length the KV caches of all ranks hold
+    together.
+    """
     spec, dp = deployment.planner.cache_spec, deployment.config.parallel.dp
     lengths = [*(tokens for tokens in REQUEST_TOKENS if tokens < longest), longest]
     return [
@@ -227,7 +230,7 @@ def _requests_that_fit(
 
 
 def _num_nodes(layout: ParallelLayout, tp: int, node_npus: int) -> int:
-    """Return the smallest number of nodes for all ranks.
+    """Return the smallest number of nodes that have enough NPUs for all ranks.
 
     A tensor parallel group that fits on one node is not divided between nodes.
     """
@@ -369,7 +372,7 @@ def _plan_entry(config: Config, group: int, plan: GraphPlan) -> dict[str, Any]:
 def _chosen_entry(
     family: GraphFamily, wanted: GraphFamily, weights: Mapping[int, float]
 ) -> dict[str, Any]:
-    """Return a family's chosen buckets. Also return how much padding the traffic needs with three
+    """Return a family's chosen buckets, and how much padding the traffic needs with each of three
     sets of buckets.
 
     The sets are: the chosen buckets, all sizes, and evenly spaced sizes.

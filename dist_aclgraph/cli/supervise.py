@@ -110,7 +110,7 @@ class Supervisor:
         self._ingresses = [
             _Ingress(each, SharedHeartbeat(silent_s), make_backoff()) for each in serve_http
         ]
-        # Owners also hold the write end, so the pipe closes after supervisor and owner have ended.
+        # Supervisor and owner hold the write end, so the pipe closes only when both have ended.
         self._life, self._life_end = os.pipe()
         self._pid = self._owner = 0  # process ids of the supervisor and of the owner
         self._owner_due_s = 0.0  # time of the next start; inf means never
@@ -126,7 +126,8 @@ class Supervisor:
         """Serve until a signal or an error, or until the limit of restarts is reached; return the
         exit code.
         """
-        # The parent may have ignored SIGCHLD. Blocked signals stay pending between two waits.
+        # The parent may have ignored SIGCHLD, so the default is restored. Signals are blocked, so
+        # that they stay pending between two waits.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)
         self._pid = os.getpid()
@@ -143,7 +144,9 @@ class Supervisor:
     # ---- in this process
 
     def _wait(self) -> int | None:
-        """Wait for a signal or a child's end. Return the exit code if the service is over."""
+        """Wait until a signal arrives or a child process ends. Return the exit code if the service
+        is over.
+        """
         self._start_due()
         due_s = min(self._owner_due_s, *(ingress.due_s for ingress in self._ingresses))
         due_in_s = due_s - time.monotonic()
@@ -299,8 +302,8 @@ class Supervisor:
         return False
 
     def _end_ingresses(self) -> None:
-        """Wait ``END_S`` for the end of the ingresses, which know that the service is over. Then
-        kill the ingresses that still run.
+        """Wait at most ``END_S`` until all ingresses have ended; they know that the service is
+        over. After this time, kill the ingresses that still run.
         """
         until_s = time.monotonic() + END_S
         while running := self._running_ingresses():

@@ -282,8 +282,8 @@ class DeviceConfig(Section):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The keys of NPU properties that have no value yet, neither from the configuration nor
-        from an NPU.
+        """The configuration's keys for properties of the NPU whose values are still unknown:
+        neither the configuration nor an NPU has given a value.
         """
         return tuple(key for key in ("soc", "cann", "memory_mb") if getattr(self, key) is None)
 

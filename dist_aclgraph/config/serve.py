@@ -210,7 +210,9 @@ class ServeConfig(Section):
     )
 
     def of_replica(self, index: int) -> ServeConfig:
-        """Return the configuration of one process of `dist-aclgraph serve`, with its address."""
+        """Return the configuration of one process of `dist-aclgraph serve`, with the address of
+        this process.
+        """
         if not index:
             return self
         uds = None if self.uds is None else f"{self.uds}.{index}"

@@ -314,8 +314,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Config:
-        # If a step had too few tokens for all running requests, the newest requests would never
-        # run.
+        # If a step had fewer tokens than all running requests need together, the newest requests
+        # would never run.
         limits, drafts = self.scheduler, self.speculative.num_tokens
         if limits.max_num_batched_tokens < limits.max_num_seqs * (drafts + 1):
             with_drafts = f" x (1 + speculative.num_tokens {drafts})" if drafts else ""

@@ -87,7 +87,7 @@ class AnswerFormat:
         name: the model's format of calls, a name in ``FORMATS``; None if the checkpoint's template
             has no calls.
         thought: the markers of reasoning; None if the model writes no reasoning, or if the format
-            of calls also reads the reasoning.
+            of calls reads the reasoning, too (``has_channels``).
         token_ids: maps each marker that is a single token to the token's id.
     """
 
@@ -109,7 +109,9 @@ class AnswerFormat:
 
     @property
     def has_channels(self) -> bool:
-        """Whether the model writes to channels. The format of calls then also reads reasoning."""
+        """Whether the model writes to channels. If true, the format of calls reads both calls and
+        reasoning.
+        """
         return self.name == "gpt_oss"
 
     def structured(
@@ -265,7 +267,9 @@ def choose_format(
 
 
 def with_suffixes(template: str) -> str:
-    """Return a template in which the markers have the suffixes that the template adds to them."""
+    """Return the template with each suffix written directly into its markers. In the original, an
+    expression adds the suffix when the template is rendered.
+    """
     suffixes = {name: value for name, _, value in _SUFFIX.findall(template)}
 
     def write(found: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
 """Builds grammars for calls of tools, in llguidance's extension of the language of Lark.
 
-A grammar makes the model call tools, and makes the arguments match a schema. A marker that is a
-token is named by the token's id, because a text in a grammar cannot match such a token.
+A grammar forces the model to call tools, and to write arguments that match a schema. A marker that
+is a token is named by the token's id, because a text in a grammar cannot match such a token.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class Lark:
         Args:
             options: see ``StructuredOutputs.json_options``.
         """
-        found: dict[str, Any] = {} if schema else {"enum": []}  # true allows all values, false none
+        # The schema true allows all values, and the schema false allows no value.
+        found: dict[str, Any] = {} if schema else {"enum": []}
         if isinstance(schema, Mapping):
             found = json.loads(json.dumps(schema))  # a copy, because keywords are replaced
         use_equivalents(found)
@@ -122,8 +123,8 @@ class Lark:
         return [self.json(taken_out(schema, root)), *map(_quoted, words_of(schema, root))]
 
     def single_quoted(self, schema: Any, root: Any) -> list[str]:
-        """Return expressions for the strings that ``schema``, a part of ``root``, allows, in single
-        quotes.
+        """Return expressions for strings in single quotes. The strings are those that ``schema``, a
+        part of ``root``, allows.
         """
         found = []
         for pattern in patterns_of(schema, root, ["'", "\\"]):
@@ -213,8 +214,8 @@ class Lark:
         return first, text[len(first) :]
 
     def _spelled(self, texts: Sequence[str]) -> list[str]:
-        """Return those texts that contain no marker token. Ordinary tokens can form only such
-        texts.
+        """Return those texts that contain no marker token. The other texts cannot be written with
+        ordinary tokens.
         """
         return [text for text in texts if not self._cut(text)[1]]
 
@@ -272,7 +273,8 @@ class Lark:
         """
         found = None if schema is None else parameters_of(tool, schema)
         if found is None or schema is None:
-            # A format that does not mark strings has one expression for strings and other values.
+            # A format that does not mark strings has one expression for all values, whether strings
+            # or not.
             values = {around(False): f"{self.json({})} {self.text(end)}"}
             values[around(True)] = self.until(ANY, end, ends)
             each = [

@@ -55,7 +55,7 @@ def without_look_ahead(pattern: str) -> list[str] | None:
 
 
 def _without_digits(match: re.Match[str]) -> str:
-    # The limit of the look-ahead counts the decimal point, too.
+    # The limit of the look-ahead includes the decimal point.
     num_chars = int(match["before"]) + 1 + int(match["after"])
     return match["rest"] if num_chars <= int(match["most"]) else match[0]
 
@@ -98,7 +98,7 @@ def _complement(atom: str) -> str:
 
 def _atoms(text: str) -> tuple[list[str], str]:
     """Split a regular expression after its first atoms, which match one character each. Return
-    these atoms and the rest. The atoms end with the first atom that has a quantifier.
+    these atoms and the rest. The last of these atoms is the first one that has a quantifier.
     """
     found, at = [], 0
     while match := _ATOM.match(text, at):

@@ -33,7 +33,8 @@ THOUGHTS = (
 def find_thought(template: str) -> Thought | None:
     """Return the markers of reasoning that a chat template contains; None if there are no markers.
 
-    Some templates contain only the begin marker, because they only open the answer's reasoning.
+    Some templates contain only the begin marker, because they open the answer's reasoning and let
+    the model end it.
     """
     closed = (each for each in THOUGHTS if each.end in template)
     opened = (each for each in THOUGHTS if each.begin in template)
@@ -42,7 +43,8 @@ def find_thought(template: str) -> Thought | None:
 
 @dataclass(frozen=True)
 class CallsInThought:
-    """The calls that also end the reasoning, because models often do not write its end marker.
+    """The calls that end the reasoning if the model has not written the end marker. Models often
+    omit this marker before a call.
 
     Attributes:
         begins: the markers that begin calls. Only a marker that is a token can end the reasoning.
@@ -68,8 +70,8 @@ def read_thought(
     Args:
         is_open: whether the prompt has already opened the reasoning. If so, the answer needs no
             begin marker.
-        calls: the calls that also end the reasoning. If the usual end marker of the reasoning
-            follows later, it is left out.
+        calls: the calls that end the reasoning without an end marker. If the end marker follows
+            later, it is left out.
     """
     begin, end = scanner.coded(thought.begin), scanner.coded(thought.end)
     scanner.keep()

@@ -40,8 +40,8 @@ def in_dialect(pattern: str) -> str:
 
 
 def _class(pattern: str, begin: int) -> tuple[str, int]:
-    """Return the class that begins at an index, and the index after it. A class without an end is
-    returned unchanged.
+    """Return the class that begins at an index, and the index of the character after the class. A
+    class without an end is returned unchanged.
     """
     at = begin + 1 + pattern.startswith("^", begin + 1)
     found, is_set = pattern[begin:at], False
@@ -50,7 +50,7 @@ def _class(pattern: str, begin: int) -> tuple[str, int]:
         item, at = _item(pattern, at)
         is_set = len(item) > 1 and (item[0] == "[" or item[1] in _SETS)
         found += item
-        # A hyphen between two characters makes a range.
+        # A hyphen between two characters stands for a range.
         is_range = pattern.startswith("-", at) and at + 1 < len(pattern) and pattern[at + 1] != "]"
         if is_range and not is_set:
             last, after = _item(pattern, at + 1)

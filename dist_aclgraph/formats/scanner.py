@@ -1,8 +1,8 @@
 """Scanner: reads an answer that arrives token by token, and collects its events.
 
-A format is a generator that describes an answer as straight code: "copy text until this marker,
-then read a name". The generator yields when it needs more text; ``Reader`` resumes it with the next
-token. So the division of an answer into deltas cannot change the events.
+A format is a generator that describes an answer as code without callbacks: "copy text until this
+marker, then read a name". The generator yields when it needs more text; ``Reader`` resumes it with
+the next token. So the division of an answer into deltas cannot change the events.
 
 Many markers are single tokens of the vocabulary. If a model spells the text of such a marker in
 other tokens, the text is content. So the scanner writes a single unpaired surrogate in place of a
@@ -66,9 +66,9 @@ class Scanner:
         self._kept: int | None = None  # index of the first kept character; None if no text is kept
         self.is_closed = False
         self._events: list[Event] = []
-        self._space: list[str] = []  # white space of content that is held back
+        self._space: list[str] = []  # held-back white space of the content
         self._between = ""  # white space between content and a call after it
-        self._newlines: list[str] = []  # newlines at the end of reasoning that are held back
+        self._newlines: list[str] = []  # held-back newlines from the end of the reasoning
         self._is_after_reasoning = False
         self._has_content = False
         self.in_thought = False
@@ -77,7 +77,7 @@ class Scanner:
         self.strings_end = True  # whether all strings within JSON values were closed so far
 
     def trial(self) -> Scanner:
-        """Return a scanner with the same marker tokens, which has read nothing."""
+        """Return a new scanner that has the same marker tokens, and has read nothing yet."""
         return Scanner(self._token_ids, holds_space=self._holds_space)
 
     # ---- text
@@ -195,7 +195,7 @@ class Scanner:
 
     def match(self, *texts: str) -> Scan[str | None]:
         """If the unread text begins with one of ``texts``, read this text and return it. If several
-        of ``texts`` match, the longest one counts. If none matches, read nothing and return None.
+        of ``texts`` match, read the longest one. If none matches, read nothing and return None.
         """
         while True:
             rest = self._text[self._at :]
@@ -400,8 +400,8 @@ class Scanner:
         self._events.append(CallEnd(self.num_calls - 1))
 
     def finish(self) -> None:
-        """Emit the text that was held back, at the end of the answer. White space after a call is
-        left out.
+        """Call this at the end of the answer: it emits the text that was held back. White space
+        after a call is left out.
         """
         if newlines := "".join(self._newlines):
             self._events.append(Reasoning(newlines))

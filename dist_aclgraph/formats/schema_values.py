@@ -20,7 +20,7 @@ _OF_STRINGS = set().union(
     *_GROUPS,
     {"type", "anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef"},
 )
-# Keywords whose value contains or names other schemas.
+# Keywords whose value contains other schemas, or refers to other schemas.
 _DIVIDING = {"anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef"}
 
 

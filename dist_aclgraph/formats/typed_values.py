@@ -154,7 +154,8 @@ class _Text:
         self._newline = ""
         if self._trims and piece.endswith("\n"):
             piece, self._newline = piece[:-1], "\n"
-        # ``json.dumps`` uses the same function, but makes an encoder for each call.
+        # ``json.dumps`` would call ``encode_basestring``, too, but would create an encoder each
+        # time.
         self._scanner.arguments(encode_basestring(piece)[1:-1])
 
     def end(self, *, is_whole: bool) -> None:

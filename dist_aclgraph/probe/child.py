@@ -88,7 +88,9 @@ def _begin(task: Task) -> None:
 
 
 def ask(probe: Probe, bench: Bench) -> Outcome:
-    """Run the question, and return the outcome. Every error of the device is also an answer."""
+    """Run the question, and return the outcome. If the device raises an error, the error is the
+    answer.
+    """
     begun = time.perf_counter()
     answer: str | float | Answer
     code = None

@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.]+")
 
 
 def has_name(chip: str, cann: str) -> bool:
-    """Return whether the names of the chip and of CANN can be parts of a file name."""
+    """Return whether a file name may contain the texts ``chip`` and ``cann``."""
     return bool(_NAME.fullmatch(chip) and _NAME.fullmatch(cann))
 
 

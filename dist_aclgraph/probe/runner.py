@@ -1,6 +1,6 @@
 """Runs questions one after the other, each in new processes with a time limit.
 
-A hang, a dead process and a stopped device also count as answers.
+If a question hangs, kills its process or stops the device, this event is the answer.
 """
 
 from __future__ import annotations

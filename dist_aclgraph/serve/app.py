@@ -138,12 +138,12 @@ class Ingress:
         self._state = open_state(config, tokenizer, reach, ask, replica)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        # Serve's proxy makes the request ids, and returns the ids to clients.
+        # Serve's proxy creates the request ids, and returns the ids to clients.
         return make_api(self._state, self._access, names_requests=False)
 
     async def check_health(self) -> None:
-        """Raise an error if all groups are dead. This ingress cannot reach the groups that replace
-        them, so Ray Serve must replace this ingress, too.
+        """Raise an error if all groups are dead. Ray Serve replaces the groups. This ingress cannot
+        reach the new groups, so Ray Serve must also replace this ingress.
         """
         self._state.raise_if_dead()
 

@@ -219,8 +219,8 @@ def _operation(path: str, endpoint: Callable[..., Any]) -> Json:
     else:
         reply["content"] = _json(REPLIES[path])
     if path in STREAMS:
-        # Streams have no schema. Some programs would apply it to the whole text, and other programs
-        # to each event.
+        # Streams have no schema: some programs would apply a schema to the whole text, and other
+        # programs would apply it to each event.
         reply["content"]["text/event-stream"] = {}
     found: Json = {
         "operationId": endpoint.__name__,

@@ -1,7 +1,7 @@
-"""The indexer of sparse attention: its shape, and the layers that have one.
+"""The indexer of sparse attention: its shape, and the layers that have an indexer.
 
 An indexer keeps a small key for each token, and chooses the keys to which a query attends. A layer
-without an indexer uses the keys that the last earlier layer with an indexer has chosen.
+without an indexer uses the keys that the nearest earlier layer with an indexer has chosen.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class IndexerSpec:
         num_heads: number of heads of an index query; all of them use one index key.
         head_dim: number of elements of an index key.
         top_k: maximum number of keys to which a query attends.
-        interleaves: whether the checkpoint rotates neighbouring elements of index heads. If false,
-            it rotates elements that are half of the rotated part apart.
+        interleaves: whether the two elements of a rotated pair of index heads are neighbours in the
+            checkpoint. If false, their distance is half of the rotated part.
         layers: indices of the layers with an indexer. The indices of next-token layers follow the
             indices of the decoder's layers.
     """

@@ -1,5 +1,4 @@
-"""Finds the matrices of a checkpoint whose values have four bits, and how these matrices are
-multiplied.
+"""Finds the four-bit matrices of a checkpoint, and the way in which each of them is multiplied.
 
 Two tools write such checkpoints. ModelSlim lists all tensors with their types in
 ``quant_model_description.json``. compressed-tensors describes groups of matrices by patterns in
@@ -177,8 +176,8 @@ def _compiled(config: ModelConfig, key: str, pattern: str) -> re.Pattern[str]:
 
     Raises:
         ModelError: the expression is invalid.
-        UnsupportedModelError: to match a name could take years, because the expression has a
-            repeated group or many repetitions.
+        UnsupportedModelError: the expression has a repeated group or many repetitions, so that a
+            match of a single name could take years.
     """
     expression = pattern.removeprefix(EXPRESSION)
     try:

@@ -1,4 +1,4 @@
-"""Checks whether the ranks of a layout can share a model's matrices of four bits."""
+"""Checks whether a model's matrices of four bits can be divided among the ranks of a layout."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class _Inner(NamedTuple):
     matrices, and the number of outputs of other matrices.
 
     Attributes:
-        ending: ending of the names of the part's matrices that have this width; "" if all matrices
-            of the part have this width.
+        ending: those matrices of the part have this width whose names end with this text; "" if all
+            matrices of the part have this width.
         num_ranks: number of ranks among which the width is divided.
     """
 

@@ -90,7 +90,9 @@ def check_regular(path: Path) -> None:
 
 
 def check_no_pointer(path: Path, begin: bytes) -> None:
-    """Raise ModelError if a file that begins with these bytes is a pointer of Git LFS."""
+    """Raise ModelError if a file is a pointer of Git LFS. ``begin`` contains the first bytes of the
+    file.
+    """
     if begin.startswith(POINTER.encode()):
         raise ModelError(
             f"{path} is a pointer of Git LFS, and not the file itself: run `git lfs pull` in its "

@@ -26,8 +26,8 @@ class LinearSpec:
 
     Attributes:
         layers: layers with linear attention; the other layers attend to all keys.
-        num_key_heads, num_value_heads: numbers of heads. Each key head is used by equally many
-            value heads.
+        num_key_heads, num_value_heads: numbers of heads. Every key head is used by the same number
+            of value heads.
         key_dim, value_dim: width of a key or query head, and of a value head.
         conv_width: number of latest tokens that the convolution combines for each token, the token
             itself included.
@@ -56,8 +56,9 @@ class LinearSpec:
         """Refuse parallel sizes that cannot divide the state of a request, and too many drafts.
 
         Raises:
-            ConfigError: the heads cannot be divided evenly among the ranks, ranks share contexts,
-                or a request would have more tokens than the operator accepts.
+            ConfigError: the heads cannot be divided evenly among the ranks, several ranks share the
+                context of one request, or a request would have more tokens than the operator
+                accepts.
         """
         if num_drafts >= MAX_DIRECT_TOKENS:
             raise ConfigError(

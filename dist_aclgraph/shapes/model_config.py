@@ -237,7 +237,7 @@ class ModelConfig:
         return given if given and any(isinstance(v, dict) for v in given.raw.values()) else None
 
     def has(self, key: str) -> bool:
-        """Return whether the key exists and its value is not null, zero or false."""
+        """Return whether the key exists and has a value other than null, zero and false."""
         return bool(self.raw.get(key))
 
     def unsupported(self, why: str) -> UnsupportedModelError:

@@ -110,7 +110,7 @@ class ModelFacts:
         return config.max_model_len or self.usual_len or self.context_len
 
     def window_within(self, max_len: int) -> SlidingWindow | None:
-        """Return the window if it hides keys in a request of ``max_len`` tokens."""
+        """Return the window if it hides keys in a request of ``max_len`` tokens; otherwise None."""
         return self.window if self.window and self.window.num_keys < max_len else None
 
     @property

@@ -44,7 +44,7 @@ class ExpertSpec(ExpertFacts):
         renormalizes: whether the weights of a token's experts sum to one, before ``scaling``.
         layers: indices of the layers that have experts; all other layers have a dense MLP. The
             indices of next-token layers follow the indices of the decoder's layers.
-        scoring: the function that makes the weights of experts from a router's logits.
+        scoring: the function that computes the weights of experts from a router's logits.
         num_groups, top_groups: experts are chosen only from the ``top_groups`` best of
             ``num_groups`` groups; both are 1 if there are no groups.
         group_score: a group's score is the score of its best expert ("max"), or the sum of its two
@@ -99,8 +99,8 @@ class LatentSpec:
         plain_dim, rope_dim: widths of the two parts of a query or key head: the part without
             rotary embedding, and the part with it.
         value_dim: width of a value head.
-        interleaves: whether the checkpoint rotates pairs of neighbouring elements. If false, it
-            rotates pairs of elements that are half a head apart.
+        interleaves: whether the two elements of a rotated pair are neighbours in the checkpoint. If
+            false, their distance is half of the rotated part.
     """
 
     q_rank: int | None
@@ -177,9 +177,7 @@ class WeightNames:
 
 @dataclass(frozen=True)
 class LayerRope:
-    """A rotary embedding that differs from the embedding of most layers, and the layers that have
-    it.
-    """
+    """A rotary embedding that only some layers have, and the indices of these layers."""
 
     rope: RopeSpec
     layers: frozenset[int]
@@ -193,7 +191,7 @@ class ModelSpec(ModelFacts):
         rotary_dim: number of elements at the beginning of each head that are rotated; None means
             all elements.
         rope_interleaves: whether the two elements of a rotated pair of grouped queries and keys are
-            neighbours in the checkpoint; if false, they are half of the rotated part apart.
+            neighbours in the checkpoint. If false, their distance is half of the rotated part.
         has_output_gate: whether each element of the result of attention is multiplied by a gate.
         has_output_norms: whether the results of attention and of the MLP are normalised, before
             they are added to the residual stream.
@@ -255,7 +253,7 @@ class ModelSpec(ModelFacts):
 
     @property
     def num_rope_tables(self) -> int:
-        """Number of cosine tables on a rank. A rank has equally many sine tables."""
+        """Number of cosine tables on a rank. The number of sine tables is the same."""
         if self.latent is not None:
             return 1
         return self.rope.num_tables + (self.other_rope.rope.num_tables if self.other_rope else 0)

@@ -116,8 +116,8 @@ def _takes(group: int | None, *, has_int8_rows: bool) -> bool:
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Return the first key whose value is not the wanted value, and the value found; "" if all
-    values are as wanted.
+    """Return the first key with an unwanted value, together with this value; "" if all keys have
+    the wanted values.
     """
     for key, value in wanted.items():
         if found.get(key) != value:

@@ -137,7 +137,8 @@ def read_rope_spec(
 
 
 def read_window_rope(config: ModelConfig, rope_dim: int, theta: float) -> RopeSpec:
-    """Read the rotary embedding of layers with a window, for families in which it is separate.
+    """Read the rotary embedding of layers with a window, for families in which these layers have a
+    separate embedding.
 
     Args:
         theta: base of the embedding if config.json has no other value.
@@ -180,7 +181,8 @@ def _read(config: ModelConfig, scaling: ModelConfig, rope_dim: int, theta: float
 
 
 def read_rotary_dim(config: ModelConfig, head_dim: int, usual_part: float) -> int:
-    """Return the number of rotated elements of a head, for families that rotate a part of it.
+    """Return the number of rotated elements of a head, for families that rotate only a part of a
+    head.
 
     Args:
         usual_part: fraction of the elements that is rotated, if config.json has no value.

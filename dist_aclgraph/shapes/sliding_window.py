@@ -102,7 +102,8 @@ def sets_window(config: ModelConfig) -> bool:
 
 
 def sliding_layers(config: ModelConfig) -> frozenset[int]:
-    """Return the layers that have a window if the size of a window is set.
+    """Return the layers that have a window, on the assumption that config.json sets the size of a
+    window.
 
     Raises:
         ModelError, UnsupportedModelError: see ``read_sliding_window``.

@@ -167,7 +167,7 @@ def _files_without_index(directory: Path) -> list[Path]:
 
 
 def _check_all_exist(directory: Path, names: list[str]) -> None:
-    """Raise ModelError if files of weights do not exist."""
+    """Raise ModelError if one or more of the named files of weights do not exist."""
     missing = [name for name in names if not (directory / name).exists()]
     if len(missing) > 1:
         raise ModelError(

@@ -1,8 +1,9 @@
 """ChildProcess: another Python process, which replies to messages.
 
-The kernel limits its time and memory. Templates and grammars of clients can need any amount of time
-and memory. So child processes render the templates (``template_process``) and compile the grammars
-(``grammar_process``). The messages have the format of ``template_process.receive``.
+The kernel limits the time and the memory of the other process. Templates and grammars of clients
+can need any amount of time and memory. So child processes render the templates
+(``template_process``) and compile the grammars (``grammar_process``). The messages have the format
+of ``template_process.receive``.
 """
 
 from __future__ import annotations

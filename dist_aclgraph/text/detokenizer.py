@@ -83,7 +83,7 @@ class Detokenizer:
         return new
 
     def take_token_texts(self) -> list[str]:
-        """Return the texts of the tokens whose texts became certain since the last call, in the
+        """Return the texts that became certain since the last call: one text for each token, in the
         order of the tokens.
         """
         texts, self._token_texts = self._token_texts, []

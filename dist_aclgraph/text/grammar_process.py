@@ -86,14 +86,14 @@ def compile_source(
     If the error is in the schema of a tool, ``tools`` contains the names of all tools whose schemas
     cannot be used.
 
-    ``slow`` is not empty if the computation of masks can take a long time. All grammars that
-    clients write may have such masks, because the time depends on the text of the answer. ``bytes``
-    is the memory that the compiled grammar takes.
+    ``slow`` is not empty if the computation of masks can take a long time. Every grammar that a
+    client wrote counts as slow, because the time depends on the text of the answer. ``bytes`` is
+    the memory that the compiled grammar takes.
     """
     before = _private_bytes()
     try:
         grammar = make_grammar(source)
-    except Exception as e:  # the library raises other errors, too, besides ValueError
+    except Exception as e:  # the library raises ValueError, but also errors of other classes
         return {"error": reason_of(str(e))}
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
@@ -132,7 +132,8 @@ def _unusable_tools(
     """
     found: dict[str, None] = {}
     lines = source["text"].split("\n")
-    # The library stops at the first error. So each wrong rule is replaced by an empty rule.
+    # The library stops at the first error. So each wrong rule is replaced by an empty rule, and the
+    # library then stops at the next error.
     for _ in range(len(lines)):
         part = _part_of(source, matcher.get_error())
         if not matcher.is_error() or not part.startswith(TOOL_PART):

@@ -29,7 +29,7 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str:
     """Return the prompt after which the model writes the text between ``prefix`` and ``suffix``.
 
     Raises:
-        InvalidParameterError: the tokenizer does not have all markers of any form; or a text
+        InvalidParameterError: for each form, the tokenizer lacks at least one marker; or a text
             contains a marker, which the model would read as the end of this text.
     """
     for form in FORMS:

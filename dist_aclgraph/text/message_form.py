@@ -24,7 +24,7 @@ OBSERVATION = "observation"
 PHI_TOOLS = "<|/tool|>"
 # The model card of Phi-4-mini has this text before the tools.
 SYSTEM = "You are a helpful assistant with some tools."
-# these strings are keys of a message, so they name no role
+# these strings are keys of a message, and not names of roles
 NO_ROLES = frozenset({"content", "role"})
 # Filters whose result is still a list of parts.
 _OF_LISTS = frozenset({"default", "list", "rejectattr", "reverse", "selectattr"})
@@ -50,8 +50,8 @@ class MessageForm:
         tools: the form in which the template reads tools from the first message: "text" or "list".
             None if the template does not read tools from this message. GLM-4-9B and Phi-4-mini have
             such templates.
-        calls_are_text: whether the template reads no calls, and its model writes them between the
-            tokens of Phi-4-mini. Then earlier calls are a part of the content.
+        calls_are_text: whether the template reads no calls, and its model writes calls between the
+            tokens of Phi-4-mini. If true, calls in earlier messages become a part of the content.
     """
 
     reads_parts: bool = False

@@ -95,7 +95,7 @@ class OutputText:
         logprobs: Sequence[RowLogprobs | None],
         finish_reason: str | None,
     ) -> TextPiece:
-        """Add new tokens, and return the piece of text that they make.
+        """Add new tokens, and return the piece of text that they add to the output.
 
         Tokens are added one by one, so that the number of tokens in a delta changes neither the
         counts nor the reported values.
@@ -150,7 +150,7 @@ class OutputText:
         return self._matcher.matched is not None or self._has_all_calls
 
     def _read_certain(self) -> list[str]:
-        """Pass the tokens whose text is certain to the reader; return their texts."""
+        """Pass to the reader all tokens whose texts are certain; return these texts."""
         assert self._reader is not None
         texts = self._detokenizer.take_token_texts()
         for text in texts:

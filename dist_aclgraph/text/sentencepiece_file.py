@@ -58,7 +58,8 @@ def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
     tokenizer = Tokenizer(_read_model(path, model))
     has_prefix = bool(described.get("add_prefix_space", model.normalizer_spec.add_dummy_prefix))
     steps = _normalizers(model.normalizer_spec)
-    if described.get("legacy", True):  # text after an added token also gets the prefix
+    if described.get("legacy", True):
+        # The prefix comes before the first text, and before each text after an added token.
         steps += [normalizers.Prepend(SPACE)] * has_prefix
         steps.append(normalizers.Replace(" ", SPACE))
     else:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Cuts a text before the first stop string, however the text is divided into pieces.
+    """Cuts a text before the first stop string. The result does not depend on the division of the
+    text into pieces.
 
     Text that may be the beginning of a stop string is held back. The first match is the match that
     ends first. If several matches end at the same position, the longest of these matches counts.

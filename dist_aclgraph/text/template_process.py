@@ -260,7 +260,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (first["memory_bytes"],) * 2)
     while True:
         request = receive(incoming)
-        # The kernel ends the process by SIGPROF; no code of a template can delay this.
+        # The kernel ends the process by SIGPROF; no code of a template can delay this signal.
         signal.setitimer(signal.ITIMER_PROF, first["cpu_s"])
         reply = packed(render(request, first["chars"]))
         signal.setitimer(signal.ITIMER_PROF, 0)

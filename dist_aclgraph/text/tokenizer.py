@@ -166,7 +166,8 @@ class Tokenizer:
             )
 
     def _check_parts(self, text: str, max_tokens: int) -> None:
-        """Encode a long text part by part; refuse the text once the parts have too many tokens.
+        """Encode a long text part by part; refuse the text as soon as the parts have too many
+        tokens.
 
         A cut within a token turns this token into at most as many tokens as it has characters. So
         the length of the longest token is subtracted from each part's number of tokens.
@@ -349,8 +350,8 @@ def _read_tokenizer(directory: Path, described: Mapping[str, Any]) -> tokenizers
 
 
 def _cleans_up(tokenizer: tokenizers.Tokenizer, described: Mapping[str, Any]) -> bool:
-    """Return whether spaces before punctuation are removed from texts. For BPE models, a second key
-    in tokenizer_config.json must also request this.
+    """Return whether spaces before punctuation are removed from texts. For BPE models, two keys in
+    tokenizer_config.json must request the removal.
     """
     forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     is_bpe = isinstance(tokenizer.model, tokenizers.models.BPE)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 # The first driver that supports task updates, which replays need. With a driver older than 25.5, a
-# process can make only a million task updates.
+# process can update tasks only a million times.
 MIN_DRIVER = (25, 0)
 DRIVER = Path("/usr/local/Ascend/driver/version.info")
 

@@ -20,7 +20,7 @@ from dist_aclgraph.cli.doctor.rdma_links import ping_failures
 from dist_aclgraph.config import Config
 
 TIMEOUT_S = 120.0  # long, because a busy node needs time to start a process and to load CANN
-PORTS_OF_A_GROUP = 4  # number of ports of a group, without its port for KV blocks
+PORTS_OF_A_GROUP = 4  # number of ports of a group; its port for KV blocks is not counted
 MAX_PORTS = 128  # maximum number of ports that are tried in one range
 
 
@@ -41,7 +41,7 @@ def examine_cluster(config: Config | None, ray_address: str | None) -> list[Find
 
 
 def examine_nodes(probes: NodeProbes, config: Config | None) -> list[Finding]:
-    """Ask all nodes, and return the findings. ``examine_cluster`` explains ``config``."""
+    """Ask all nodes, and return the findings. For ``config``, see ``examine_cluster``."""
     uses_hixl = config is not None and config.fetches_by_hixl
     facts = probes.call("answer", lambda node: [partial(node_facts, uses_hixl=uses_hixl)])
     ports = ports_to_try(config)
@@ -103,7 +103,7 @@ def ports_to_try(config: Config | None) -> list[int]:
 
 def ports_to_reach(opened: OpenPorts) -> list[int]:
     """Return the first, the middle and the last port of a node. The other ports need no test,
-    because a firewall opens a whole range of ports.
+    because a firewall opens or blocks a range of ports as a whole.
     """
     ports = opened.listening
     return sorted({*ports[:1], *ports[len(ports) // 2 :][:1], *ports[-1:]})
@@ -166,8 +166,8 @@ def version_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def size_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
-    """Return findings that say whether the nodes with NPUs have equally many NPUs, cores and bytes
-    of memory.
+    """Return findings that say whether all nodes with NPUs have the same number of NPUs, the same
+    number of cores, and the same size of memory.
     """
     values_of = _nodes_by_value({node: each.sizes for node, each in facts.items() if each.npus})
     remedy = "ranks of a group wait for each other, and for those on the smallest node"
@@ -258,7 +258,9 @@ def ping_findings(
 def _nodes_by_value(
     values_of: Mapping[str, Mapping[str, str]],
 ) -> dict[str, dict[str, list[str]]]:
-    """Group nodes by their values: name of a property -> value -> nodes that have this value."""
+    """Return a nested mapping: name of a property -> value of this property -> the nodes that have
+    this value.
+    """
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for node, values in values_of.items():
         for name, value in values.items():

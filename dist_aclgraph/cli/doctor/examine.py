@@ -149,8 +149,8 @@ def _driver() -> Finding:
 def _network() -> Finding:
     """Return the finding about the environment variables that HCCL needs to reach other nodes.
 
-    If the configuration sets a variable, all workers get this value. Otherwise a worker gets the
-    value that the environment of `ray start` had on the worker's node.
+    If the configuration sets a variable, all workers get the configured value. Otherwise a worker
+    gets the value that the environment of `ray start` had on the worker's node.
     """
     variables = network_variables()
     told = ", ".join(f"{name}={value}" for name, value in sorted(variables.items()))

@@ -83,7 +83,9 @@ def file_system(path: Path, mounts: Path = MOUNTS) -> str:
 
 
 def _problem(root: Path, gib: float, key: str) -> Finding | None:
-    """Return a finding that says why a service could not use the folder; None if it could."""
+    """Return a finding that says why a service could not use the folder; None if a service could
+    use it.
+    """
     name = "kv.disk" if key == "kv.disk_gib" else key
     there = _existing(root)
     if there == root and (problem := foreign_problem(root)):

@@ -64,7 +64,7 @@ def port_warning(variables: dict[str, str]) -> str:
 
 
 def overridden_warning(variables: dict[str, str]) -> str:
-    """Return a warning that names the variables of this environment that the configuration
+    """Return a warning that lists the environment variables whose values the configuration
     overrides; "" if there are none.
     """
     overridden = [

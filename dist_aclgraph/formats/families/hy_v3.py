@@ -8,7 +8,7 @@
     </tool_calls>
 
 The tags of the released checkpoints end with ":opensource", as in ``<tool_calls:opensource>``. The
-tags of Hy3-preview do not. The source is the chat template of tencent/Hy3.
+tags of Hy3-preview have no such ending. The source is the chat template of tencent/Hy3.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ def _same_bits(bench: Bench) -> Answer:
 def captured_sum(bench: Bench) -> tuple[Any, Any, Any]:
     """Return a graph, its input tensor and its output tensor.
 
-    A replay writes twice the sum of all ranks' inputs.
+    A replay sums the inputs of all ranks, multiplies the sum by two, and writes the product to the
+    output tensor.
     """
     x, out = bench.torch.ones(64, device="npu"), bench.torch.zeros(64, device="npu")
 
@@ -123,7 +124,7 @@ def mc2(
     own = _dist(bench).new_group(list(range(bench.ranks))) if group is None else group
     name = own._get_backend(torch.device("npu")).get_hccl_comm_name(bench.rank)
     domain = (name, bench.ranks, bench.rank, num_experts)
-    is_a2 = generation_of(bench.npu.name) == "A2"  # an A2 sends the experts' weights, too
+    is_a2 = generation_of(bench.npu.name) == "A2"  # an A2 sends tokens and the experts' weights
     torch.manual_seed(bench.rank)
     x, weights = torch.randn(num_tokens, hidden).bfloat16(), torch.rand(num_tokens, top_k)
     experts = torch.rand(num_tokens, num_experts).topk(top_k).indices.int().npu()

@@ -93,7 +93,7 @@ def _unjoined_stream(bench: Bench) -> str:
 
 
 def _inside_capture(bench: Bench, call: Callable[[Bench, Any], Any]) -> Answer:
-    """Make a call during a capture, and test whether the graph is still valid."""
+    """Execute ``call`` during a capture, and test whether the graph is still valid."""
     x = bench.torch.ones(4, device="npu")
     refusal: list[str] = []
 

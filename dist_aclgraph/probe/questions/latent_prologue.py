@@ -15,7 +15,7 @@ from dist_aclgraph.probe.question import (
     Probe,
 )
 
-BFLOAT16 = 3e-2  # tolerance; device and host may round a value to different int8 neighbours
+BFLOAT16 = 3e-2  # tolerance: device and host may round a value to two neighbouring int8 values
 LATENT, ROTATED, PLAIN, HEADS, EPSILON = 512, 64, 128, 4, 1e-6
 SLOTS = (5, -1, 18)  # slots of three tokens; nothing is written to slot -1
 

@@ -16,7 +16,7 @@ NUM_GROUPS = 2  # number of experts
 
 
 def multiply_experts(bench: Bench, x: Any, weight: Any, **others: Any) -> str:
-    """Multiply one row for each of ``NUM_GROUPS`` experts by the expert's matrix."""
+    """For each of ``NUM_GROUPS`` experts, multiply one row by the expert's matrix."""
     bench.torch.ops.npu.npu_grouped_matmul(
         [x],
         [weight],

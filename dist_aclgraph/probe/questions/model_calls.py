@@ -178,7 +178,7 @@ def _int8_experts(bench: Bench) -> Answer:
 def _routing_of_padding(bench: Bench) -> Answer:
     """Sort tokens by expert, on the second of two ranks.
 
-    Padding has an expert id that does not exist: the number of experts.
+    The expert id of padding is the number of experts. No expert has this id.
     """
     torch, num_experts = bench.torch, 8
     experts = torch.tensor([[4, 0], [7, 4], [8, 8]], dtype=torch.int32)
@@ -206,8 +206,10 @@ def _routing_of_padding(bench: Bench) -> Answer:
 
 
 def _draws(bench: Bench) -> str | Answer:
-    """Draw tokens like the sampler, and compare the tokens' frequencies with the probabilities."""
-    # The engine imports torch; only a child process may do so.
+    """Draw tokens in the same way as the sampler, and compare the frequencies of the tokens with
+    their probabilities.
+    """
+    # The engine imports torch. Only a child process may import torch.
     from dist_aclgraph.engine.sampling.race_noise import RaceNoise, make_keys, mix_seeds
 
     torch = bench.torch

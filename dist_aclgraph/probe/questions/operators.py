@@ -21,7 +21,7 @@ BFLOAT16, FLOAT32 = 3e-2, 1e-4  # tolerances
 HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 1024, 32, 8, 128, 128  # numbers of heads as in Qwen3-8B
 LATENT, ROTATED = 512, 64  # widths as in DeepSeek's latent attention
 VOCABULARY = 32_000
-VERSION_2 = {  # names of arguments of npu_fused_infer_attention_score in version 2
+VERSION_2 = {  # npu_fused_infer_attention_score: names of arguments -> their names in version 2
     "actual_seq_lengths": "actual_seq_qlen",
     "actual_seq_lengths_kv": "actual_seq_kvlen",
     "num_heads": "num_query_heads",
@@ -308,7 +308,7 @@ def attention(bench: Bench, query: Any, keys: Any, values: Any, lengths: list[in
 
 
 def attention_on_host(bench: Bench, query: Any, keys: Any, values: Any, lengths: list[int]) -> Any:
-    """Return the result of the same attention, computed on the host in float32."""
+    """Return the result that ``attention`` should have, computed on the host in float32."""
     columns = keys.shape[0] // len(lengths)
     group = query.shape[1] // keys.shape[2]
     rows = []
@@ -332,7 +332,7 @@ def _decode(bench: Bench) -> Answer:
 
 
 def _prefill(bench: Bench) -> Answer:
-    """Compute causal attention of new tokens after cached tokens."""
+    """Compute causal attention for new tokens that follow cached tokens."""
     torch, rows, cached = bench.torch, 40, 100
     query = _random(bench, rows, HEADS, DIM)
     keys, values = (_random(bench, 2, BLOCK, KV_HEADS, DIM) for _ in range(2))

@@ -1,5 +1,6 @@
-"""Questions about calls that would save the runtime operators, copies or memory, and about calls
-that vllm-ascend avoids. The documents of CANN exclude these calls, or contradict each other.
+"""Questions about two kinds of calls: calls with which the runtime would need fewer operators,
+fewer copies or less memory, and calls that vllm-ascend avoids. The documents of CANN exclude these
+calls, or contradict each other.
 """
 
 from __future__ import annotations

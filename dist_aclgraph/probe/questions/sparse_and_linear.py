@@ -96,7 +96,8 @@ def _sparse(bench: Bench) -> Answer:
 
 
 def _sparse_int8(bench: Bench, key_block: int = 1) -> Answer:
-    """Compare attention to latents in int8. The operator reads the scales from the rows of keys.
+    """Compare the device's attention over int8 latents with the host's. The operator reads the
+    scales from the rows of keys.
 
     Args:
         key_block: number of keys that one index stands for. With 1, an indexer chooses keys; with a
@@ -144,9 +145,9 @@ def _sparse_int8(bench: Bench, key_block: int = 1) -> Answer:
 
 
 def _sparse_of_shards(bench: Bench) -> Answer:
-    """Compare attention and log-sum-exps without a block table. All keys of the cache belong to one
-    request, and the chosen keys are given as slots. Ranks that merge the results of their shards
-    make such calls.
+    """Compare the results and the log-sum-exps of attention without a block table. All keys of the
+    cache belong to one request, and the chosen keys are given as slots. Ranks call the operator in
+    this way if they merge the results of their shards.
     """
     torch, heads, scale = bench.torch, 16, 0.05
     query, rotated = _random(bench, 2, heads, LATENT), _random(bench, 2, heads, ROTATED)

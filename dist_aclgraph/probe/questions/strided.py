@@ -16,7 +16,9 @@ HEADS = 4
 
 
 def _as_a_copy(bench: Bench, run: Callable[[Any], Any], part: Any) -> Answer:
-    """Run with a part of wider rows and with a copy of this part; compare both results."""
+    """Call ``run`` twice, with a part of wider rows and with a copy of this part; compare the two
+    results.
+    """
     want = run(part.contiguous()).cpu()
     answer = bench.compare(run(part), want)
     return Answer(ACCEPTED) if answer.found == EQUAL else answer
@@ -27,7 +29,7 @@ def _wide(bench: Bench, *shape: int) -> Any:
 
 
 def _attention(bench: Bench) -> Answer:
-    """Call attention with queries that are parts of rows of queries, keys and values."""
+    """Call attention. The queries are parts of rows that hold queries, keys and values."""
     torch = bench.torch
     keys, values = (_wide(bench, 2, BLOCK, HEADS * DIM) for _ in "kv")
     table = torch.tensor([[0], [1]], dtype=torch.int32).npu()
@@ -78,7 +80,7 @@ def _rotated_queries(bench: Bench) -> Answer:
 
 
 def _cache_rows(bench: Bench) -> Answer:
-    """Write values to the cache that are parts of rows of queries, keys and values."""
+    """Write to the cache. The values are parts of rows that hold queries, keys and values."""
     torch = bench.torch
     keys = _wide(bench, 2, HEADS, DIM)
     slots = torch.tensor([3, 20], dtype=torch.int32).npu()

@@ -81,7 +81,7 @@ class CountTokensRequest(Body, kw_only=True):
     thinking: Annotated[Raw, schemas.THINKING] = ABSENT
     output_config: Annotated[Raw, schemas.OUTPUT_CONFIG] = ABSENT
     output_format: Annotated[Raw, schemas.FORMAT] = ABSENT  # older name of output_config.format
-    # The service refuses a value in these fields.
+    # If one of these fields has a value, the service refuses the request.
     mcp_servers: Annotated[Raw, IGNORED] = ABSENT
     thread: Annotated[Raw, IGNORED] = ABSENT
     # The service ignores these fields.

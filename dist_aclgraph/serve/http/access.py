@@ -27,7 +27,7 @@ from dist_aclgraph.serve.openai.errors import ForbiddenError, NotJsonError, Unau
 
 # Paths that need no key: probes send no key, and the status page asks its user for a key.
 OPEN_PATHS = ("/health", "/ping", "/ready", "/")
-ANY = "*"  # this entry of serve.allowed_hosts or allowed_origins allows all
+ANY = "*"  # this entry of serve.allowed_hosts or allowed_origins allows all hosts or all origins
 PREFLIGHT_S = 600  # seconds for which a browser may cache a response to OPTIONS
 EXPOSED = b"x-request-id, x-ignored-parameters, retry-after"  # headers that pages may read
 
@@ -76,7 +76,9 @@ class Access:
         return key
 
     def cors_origin(self, headers: Headers) -> bytes | None:
-        """Return the request's origin if browsers may allow it; otherwise None."""
+        """Return the origin that the response names as allowed; None if the pages of the request's
+        origin may not use the API.
+        """
         origin = headers.get(b"origin")
         if origin is None or ANY in self.origins:
             return ANY.encode() if self.origins and origin is not None else None

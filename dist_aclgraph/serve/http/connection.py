@@ -39,8 +39,9 @@ class ServerState:
     """State that all connections of a server share.
 
     Attributes:
-        crowded: the response on connections beyond the limit ``serve.max_connections``.
-        malformed: the response if a client sends bytes that are not HTTP.
+        crowded: the response that a client gets if ``serve.max_connections`` connections are
+            already open.
+        malformed: the response that a client gets if it sends bytes that are not HTTP.
         link: link to the process that holds connections while another process replaces this
             process; None if the connections end with this process.
         headers: headers of every response. The server updates the date.

@@ -151,7 +151,7 @@ class HttpExchange:
             self.keeps_alive = False
         elif not self.keeps_alive:
             headers.append(CLOSE_HEADER)
-        # In HTTP/1.0, a body without Content-Length ends with the connection.
+        # In HTTP/1.0, the end of the connection marks the end of a body without Content-Length.
         self._is_chunked = (
             b"content-length" not in found
             and status not in WITHOUT_BODY

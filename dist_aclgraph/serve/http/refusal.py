@@ -25,7 +25,9 @@ class Refusal:
 
 
 class GatedApp(Protocol):
-    """An ASGI application that may refuse a request before the application is called."""
+    """An ASGI application with the method ``refusal``, which can refuse a request without a call of
+    the application.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 

@@ -78,7 +78,7 @@ class HttpServer:
         return self._listening.result()
 
     def start(self, app: GatedApp) -> None:
-        """Begin to answer requests, even on connections that a previous process has left."""
+        """Begin to answer requests, also on the open connections of a previous process."""
         max_open, max_kept = allow_connections(self._limits.max_connections)
         self._limits = self._limits.model_copy(update={"max_connections": max_open})
         if self._link is not None:
@@ -171,7 +171,7 @@ class HttpServer:
             opening.add_done_callback(state.tasks.discard)
 
     async def _take_over(self, state: ServerState) -> None:
-        """Continue the connections that a previous process has left."""
+        """Continue the open connections of a previous process."""
         if self._link is None:
             return
         left, self._link.left = self._link.left, {}

@@ -1,4 +1,6 @@
-"""A histogram that is fast enough for an event per token; the library's own histogram is slower."""
+"""A histogram that is fast enough to count an event for each token. The library's own histogram is
+too slow for this.
+"""
 
 from __future__ import annotations
 

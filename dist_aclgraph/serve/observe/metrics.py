@@ -162,8 +162,9 @@ class Metrics:
 
     def __init__(self, model_name: str, client: EngineClient, *, has_aliases: bool = False) -> None:
         self._registry = CollectorRegistry()
-        # Replicas share one address, so each scrape may be answered by another replica. The label
-        # ``replica`` separates their counters, so that no counter seems to fall.
+        # Replicas share one address, so two scrapes may be answered by different replicas. The
+        # label ``replica`` separates the counters of the replicas, so that no counter seems to
+        # fall.
         values = (model_name, secrets.token_hex(4))
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -233,7 +234,9 @@ class Metrics:
         gauge.labels(*self._values).set_function(read)
 
     def restarts_left(self, left: Mapping[str, int]) -> None:
-        """Store how many processes of the deployment may still be replaced, by kind of process."""
+        """Store, for each kind of process of the deployment, how many processes may still be
+        replaced.
+        """
         for kind, count in left.items():
             self._restarts_left.labels(*self._values, kind).set(count)
 

@@ -53,7 +53,7 @@ def page_response() -> Response:
 
 
 class StatusNumbers:
-    """Owns the history, and the last JSON object that was made."""
+    """Owns the history, and the JSON object that was created last."""
 
     def __init__(self, model_name: str, metrics: Metrics, client: EngineClient) -> None:
         self._model_name = model_name

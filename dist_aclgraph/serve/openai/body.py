@@ -149,12 +149,12 @@ class HeldBody:
 
 
 class Body(msgspec.Struct, kw_only=True, gc=False):
-    """Base class of request bodies and their parts. The function ``strict`` makes the class that
+    """Base class of request bodies and their parts. The function ``strict`` returns a subclass that
     refuses unknown fields.
 
     Attributes:
-        PARTS: for each field that is decoded later, the class of its part, or of the parts in its
-            list.
+        PARTS: for each field that is decoded later, the class of the field's value. If the value is
+            a list, it is the class of the list's items.
     """
 
     PARTS: ClassVar[Mapping[str, type[Body]]] = {}

@@ -13,12 +13,13 @@ class CompletionSlots:
     """Counts a completion from the moment at which the first byte of its request arrives. For one
     event loop only.
 
-    Requests that have arrived at an engine also count against the limit of the engine's queue.
+    A request that has arrived at an engine counts twice, because the limit of the engine's queue
+    also applies to it.
 
     Args:
         of_a_group: number of completions that may run or wait in one group.
-        configured: number of groups in the configuration. There are always slots for this number of
-            groups, because requests also wait for lost groups.
+        configured: number of groups in the configuration. There are always slots for at least this
+            number of groups, because requests may wait until a lost group has been replaced.
         num_groups: a function that returns the current number of groups; called for each request.
     """
 

@@ -161,7 +161,9 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
 
 
 def _check_reasoning(asked: Conversation, name: str | None) -> None:
-    """Raise an error if a request limits or disables the reasoning of the format ``name``."""
+    """Raise an error if a request limits or disables the reasoning. The format ``name`` supports
+    neither.
+    """
     is_soft = asked.is_limit_soft or asked.is_budget_soft
     if asked.params.thinking_tokens is not None and not is_soft:
         raise InvalidParameterError(

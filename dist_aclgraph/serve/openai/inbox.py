@@ -1,4 +1,6 @@
-"""Passes deltas from the engine client's thread to the event loop, and requests to the thread."""
+"""Passes deltas from the engine client's thread to the event loop, and requests from the event loop
+to this thread.
+"""
 
 from __future__ import annotations
 

@@ -102,7 +102,8 @@ def check_transfer(state: ApiState, transfer: Transfer) -> BlockSource | None:
     params = transfer.params
     if state.peers is None or is_empty(params.remote_ticket, b'""'):
         return None
-    # A wrong ticket is not an error of the request, because the prompt can be computed.
+    # A wrong ticket is not an error of the request, because this service can compute the prompt
+    # itself.
     try:
         ticket = decode(params.remote_ticket, str, "remote_ticket")
         host = decode(params.remote_host, str, "remote_host")

@@ -91,7 +91,8 @@ class Reply(Shape):
             "model": state.config.name,
             "system_fingerprint": None,
         }
-        # The common part of all chunks is encoded only once. Each chunk encodes only its choice.
+        # The common part of all chunks is encoded only once. For each chunk, only its choice is
+        # encoded.
         head = _json.encode({**self._common, "object": chunk_kind})
         self._chunk_begin = b"data: " + head[:-1] + b',"choices":['
         self._chunk_end = b'],"usage":null}\n\n' if self._shows_usage else b"]}\n\n"
@@ -294,7 +295,7 @@ class _Held(Response):
 
 
 class _Stream(Response):
-    """A stream that owns its generation: when the response ends, the generation ends, too."""
+    """A stream that owns its generation: the end of the response also ends the generation."""
 
     media_type = "text/event-stream"
 

@@ -1,4 +1,6 @@
-"""JSON schemas for OpenAPI, of request fields whose items are counted before the decoding."""
+"""JSON schemas of the request fields whose items are counted before they are decoded. The OpenAPI
+document contains these schemas.
+"""
 
 from __future__ import annotations
 

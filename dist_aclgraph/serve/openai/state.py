@@ -115,7 +115,9 @@ class ApiState:
         self._boxes: tuple[Inbox, Outbox] | None = None
 
     def boxes(self) -> tuple[Inbox, Outbox]:
-        """Return the inbox of the running event loop, and the outbox for what it submits."""
+        """Return the inbox of the running event loop, and the outbox for the requests that this
+        loop submits.
+        """
         loop = asyncio.get_running_loop()
         if self._boxes is None or self._boxes[0].loop is not loop:
             self._boxes = Inbox(loop), Outbox(loop, self.client.wake)

@@ -18,7 +18,8 @@ _NOTHING = (b"", b"null")
 
 
 class ThinkingSwitch(Body):
-    """``thinking``: turns reasoning on or off. The type auto or adaptive leaves this to the model.
+    """``thinking``: turns reasoning on or off. With the type auto or adaptive, the model decides
+    whether it reasons.
 
     The field has this form in the APIs of Anthropic, DeepSeek and GLM.
     """

@@ -1,5 +1,5 @@
-"""Reads texts that clients send in parts, and makes messages for chat templates. The messages of
-chat completions are made in ``chat_message``.
+"""Reads texts that clients send in parts, and builds messages for chat templates. The messages of
+chat completions are built in ``chat_message``.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def read_tools(
     tools: Raw, choice: Raw, is_parallel: bool | None, *, is_strict: bool
 ) -> tuple[ToolUse | None, list[str]]:
     """Return the tools of a request, and the fields whose tools are left out
-    (``leave_out_hosted``). The tools are None if the request has none.
+    (``leave_out_hosted``). If the request has no tools, None is returned in their place.
 
     Raises:
         InvalidParameterError: a definition or the choice is wrong; the error names the field.

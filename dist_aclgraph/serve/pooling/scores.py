@@ -95,7 +95,7 @@ async def _score_pairs(
     body: ScoreRequest | RerankRequest,
     param: str,
 ) -> tuple[list[float], dict[str, int]]:
-    """Return the scores of pairs of a query and a document, and the usage.
+    """Return the score of each pair of a query and a document, and the usage of the request.
 
     Raises:
         ClientGoneError: the client has disconnected.

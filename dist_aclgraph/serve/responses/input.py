@@ -168,8 +168,9 @@ def _read_reasoning(item: _Item, param: str) -> str:
 def encode_reasoning(text: str) -> str:
     """Return the value of ``encrypted_content`` for the text of a reasoning.
 
-    The value is not encrypted, because the client gets the text, too. Clients such as Codex return
-    only this value with the next request, and not the text.
+    The value is not encrypted: encryption would hide nothing, because the client also gets the
+    plain text. Clients such as Codex return only this value with the next request, and not the
+    text.
     """
     return ENCODED + base64.b64encode(text.encode()).decode()
 

@@ -31,7 +31,8 @@ class OutputItems:
         name: the name of the answer, from which the items' ids are made.
         namespaces: maps the name by which the model calls a function to the function's namespace
             and name.
-        encodes_reasoning: whether items of reasoning have their text in ``encrypted_content``, too.
+        encodes_reasoning: whether items of reasoning have a second copy of their text in
+            ``encrypted_content``.
     """
 
     def __init__(

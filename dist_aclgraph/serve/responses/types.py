@@ -117,7 +117,7 @@ class ResponsesRequest(Body, kw_only=True):
     thinking_tokens: int | None = None
     thinking_token_budget: int | None = None
     thinking_budget: int | None = None
-    # The service refuses a value in one of these fields.
+    # If one of these fields has a value, the service refuses the request.
     previous_response_id: str | None = None
     conversation: Annotated[Raw, schemas.NO_VALUE] = ABSENT
     prompt: Annotated[Raw, schemas.NO_VALUE] = ABSENT

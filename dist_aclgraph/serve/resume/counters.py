@@ -1,4 +1,6 @@
-"""Reads how many bytes were read from a TCP connection, and how many were sent over it."""
+"""Reads two counts of a TCP connection: the bytes that were read from it, and the bytes that were
+sent over it.
+"""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ contains every byte that was read. The kernel also counts the bytes read from th
 (``counters.py``). The size of the request is the current count minus the count when the journal was
 cleared.
 
-A process may be killed between any two instructions. So each change takes effect by the store of
-one word.
+A process may be killed between any two instructions. So each change becomes valid only when one
+word is stored.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class ConnectionRecord:
 
     @classmethod
     def take_over(cls, link: HolderLink, number: int, held: HeldConnection) -> ConnectionRecord:
-        """Return the record of a connection that a previous process has left.
+        """Return the record of an open connection of a previous process.
 
         Raises:
             OSError, ValueError: no process can continue the connection.
@@ -117,7 +117,7 @@ class ConnectionRecord:
         return self._resumed is not None and self._resumed.journal is not None
 
     def prepare(self) -> None:
-        """Make memory for the journal. ``hold`` is faster if this was called before."""
+        """Allocate the journal's memory in advance, so that a later call of ``hold`` is faster."""
         if self._prepared is None and self._link is not None and self._link.has_room:
             with contextlib.suppress(OSError):
                 self._prepared = JournalMemory.create()
@@ -222,7 +222,9 @@ class ConnectionRecord:
         return self._begin_journal(chance)
 
     def spend(self) -> None:
-        """Record that the journal's request was answered. The journal then takes no entries."""
+        """Record that the journal's request was answered. From now on, the journal accepts no
+        entries.
+        """
         self.is_spent = True
         journal, self._journal = self._journal, None
         if journal is not None:

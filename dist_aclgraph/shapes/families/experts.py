@@ -39,8 +39,8 @@ def checked_experts(config: ModelConfig, experts: ExpertSpec) -> ExpertSpec:
 
 
 def read_local_experts(config: ModelConfig, num_layers: int, **properties: Any) -> ExpertSpec:
-    """Return the experts of a model with experts in every layer, whose config.json has the key
-    ``num_local_experts``.
+    """Return the experts of a model that has experts in every layer, and whose config.json has the
+    key ``num_local_experts``.
 
     Args:
         properties: further fields of the ``ExpertSpec``.

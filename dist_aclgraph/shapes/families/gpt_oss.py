@@ -1,6 +1,7 @@
 """gpt-oss: sinks and sliding windows, biases in all products, and a limited gated activation.
 
-The published checkpoints store experts in MXFP4, which become floats during loading.
+The published checkpoints store the weights of experts in MXFP4. Loading converts these weights to
+floats.
 """
 
 from __future__ import annotations

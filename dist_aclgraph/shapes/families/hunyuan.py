@@ -1,7 +1,7 @@
 """Hunyuan V1, dense and with experts, and Hunyuan 3 (Hy3).
 
-In V1, norms of queries and keys follow their rotation. Hy3 has experts chosen by sigmoid scores;
-the next-token module of the published checkpoint is not loaded.
+In V1, queries and keys are first rotated and then normalised. Hy3 has experts chosen by sigmoid
+scores; the next-token module of the published checkpoint is not loaded.
 """
 
 from __future__ import annotations

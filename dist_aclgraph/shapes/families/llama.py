@@ -60,7 +60,7 @@ def read_pangu_embedded(config: ModelConfig) -> ModelSpec:
 
 
 def read_arcee(config: ModelConfig) -> ModelSpec:
-    """Read a decoder whose MLP has no gate, and squares the result of ReLU."""
+    """Read a decoder whose MLP has no gate. The activation of the MLP is the square of ReLU."""
     return _with_biases(config, read_decoder(config, activations=("relu2",)))
 
 

@@ -1,7 +1,7 @@
 """MiniMax M2: norms over all heads, partly rotated heads, and experts chosen by sigmoid scores.
 
-The published config.json names modules that predict further tokens (``use_mtp``), but no checkpoint
-has their weights. So the family has no next-token module.
+The published config.json declares modules that predict further tokens (``use_mtp``), but no
+checkpoint has the weights of these modules. So the family has no next-token module.
 """
 
 from __future__ import annotations

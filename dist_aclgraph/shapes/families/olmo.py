@@ -59,8 +59,8 @@ def read_olmoe(config: ModelConfig) -> ModelSpec:
 
 
 def with_output_norms(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
-    """Return a decoder whose norms come after attention and after the MLP, not before. Queries and
-    keys have norms, too.
+    """Return a decoder that normalises the results of attention and of the MLP, and not their
+    inputs. Queries and keys are also normalised.
     """
     has_bias = config.flag("attention_bias", False)
     return replace(

@@ -47,7 +47,7 @@ def read_qwen3_moe(config: ModelConfig) -> ModelSpec:
 
 
 def read_qwen3_vl_moe(config: ModelConfig) -> ModelSpec:
-    """Read the text part of a Qwen3-VL with experts, whose joined matrices are [in, out]."""
+    """Read the text part of a Qwen3-VL with experts. Its joined matrices have shape [in, out]."""
     spec = read_qwen3_moe(config)
     assert spec.experts is not None
     return replace(
