@@ -244,7 +244,7 @@ def _split(source: str, begin: int, separator: str) -> list[str]:
 
 
 def _text_of(argument: str) -> str:
-    """Return the text that an expression makes: its literals, with ``*`` instead of values."""
+    """Return the text that an expression produces: its literals, with ``*`` instead of values."""
     texts = []
     for term in _split(argument, 0, "+"):
         if made := re.fullmatch(r"(?:std::string|text)\s*\((.*)\)", term, re.DOTALL):

@@ -288,7 +288,8 @@ def make_groups(
         if watchdog_s is not None and group is not None and group.handle is not None:
             group.backend._set_default_timeout(datetime.timedelta(seconds=watchdog_s))
     if mc2 is not None:
-        # Reading the name creates the communicator. All members do this here, at the same time.
+        # Reading the name creates the communicator. All members read the name here, at the same
+        # time.
         assert mc2.hccl_name
     return groups
 

@@ -140,7 +140,7 @@ class RoutedLoad:
             name = request.request_id
             coming = self._arrivals.pop(name)
             for other in self._groups.values():
-                if not other.is_busy:  # the clock of an idle group may be behind
+                if not other.is_busy:  # the clock of an idle group may show an earlier time
                     for _ in other.play_until(group.clock_s, lambda: None):
                         pass
             output = request.tokens[request.num_prompt_tokens :].tolist()

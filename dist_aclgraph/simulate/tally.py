@@ -1,5 +1,5 @@
-"""Counts the steps of a simulation over time and by batch size. The dispatcher's own counts contain
-neither.
+"""Counts the steps of a simulation over time and by batch size. The dispatcher itself counts
+neither over time nor by batch size.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class LastStep:
-    """The arguments of the last call of the dispatcher, and the graph that it returned."""
+    """The arguments of the last call of the dispatcher, and the graph that this call returned."""
 
     num_tokens: int
     query_len: int

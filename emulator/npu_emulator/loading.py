@@ -1,4 +1,5 @@
-"""Loads the emulated CANN libraries, torch and torch_npu into this process, or into another one.
+"""Loads the emulated CANN libraries, torch and torch_npu into this process, or into another
+process.
 
 The order matters: torch is loaded between two groups of libraries, because the second group links
 against libtorch_cpu.
@@ -114,7 +115,9 @@ def run(
 
 
 def _load_runtime() -> ctypes.CDLL:
-    """Load the libraries that must precede torch. Return the first one, which has the settings."""
+    """Load the libraries that must precede torch. Return the first library, which stores the
+    settings.
+    """
     check_torch()
     folder = build()
     runtime, *_ = [_preload(folder, name) for name in _BEFORE_TORCH]

@@ -78,7 +78,7 @@ class ConnectedRay:
 
     Args:
         silent_s: if Ray's control store is silent for this number of seconds, Ray counts as dead.
-            With ``math.inf``, silence never counts.
+            With ``math.inf``, Ray never counts as dead because of silence.
         daemons: names of Ray's daemons on this machine, by process id.
         clock: monotonic, in seconds.
 
@@ -95,7 +95,7 @@ class ConnectedRay:
         self.death = ""
         self._daemons = daemons
         self._stopped = threading.Event()
-        # The time between two checks of a silent Ray: the timeout of a check, and a pause of a
+        # The time between two checks of a silent Ray: the timeout of a check plus a pause of a
         # second.
         self._silence = Silence(silent_s, clock, every_s=ASK_S + RETRY_S)
         self._node_id = NodeID.from_hex(ray.get_runtime_context().get_node_id())
@@ -266,7 +266,8 @@ def joined(
 
 
 def _raylet_of_this_node() -> int | None:
-    """Return the process id of this node's raylet; None if the raylet has another PID namespace."""
+    """Return the process id of this node's raylet; None if the raylet is in another PID namespace.
+    """
     node = ray_worker.global_worker.node
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(node.raylet_socket_name)
@@ -372,7 +373,7 @@ def _only_ray() -> str:
     """Return the address with which Ray finds the only Ray on this machine.
 
     Raises:
-        PlacementError: several Rays run on this machine. Ray would choose an arbitrary one.
+        PlacementError: several Rays run on this machine. Ray would choose one of them arbitrarily.
     """
     found = sorted(find_gcs_addresses())
     if len(found) > 1:
@@ -428,8 +429,9 @@ def own_process_group() -> Iterator[None]:
 
     ``timeout``, a shell or a supervisor sends signals to whole groups. Without this function, such
     a signal would end Ray's daemons before the driver has stopped gracefully. If this process leads
-    its group, the child processes stay in that group. If this process was the last member of its
-    group, for example after a script has ended, this process leads a new group after this context.
+    its group, the child processes start in this group all the same. If this process was the last
+    member of its group, for example after a script has ended, this process leads a new group after
+    this context.
     """
     group = os.getpgrp()
     if group == os.getpid():

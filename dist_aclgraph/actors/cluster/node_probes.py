@@ -2,7 +2,7 @@
 each node.
 
 If a node does not answer a question in time, the node gets no more questions, so that later
-questions do not wait for it.
+questions do not wait for this node.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class NodeProbes:
 
     Attributes:
         nodes: nodes that have answered all questions so far, by name.
-        silent: for each node that did not answer, by its name: the reason.
+        silent: maps the name of each node that did not answer to the reason.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -148,8 +148,8 @@ def probe_nodes(timeout_s: float) -> Iterator[NodeProbes]:
 
 
 def lost_nodes() -> list[str]:
-    """Return the addresses of nodes that Ray has lost. An address at which a node lives again is
-    left out.
+    """Return the addresses of nodes that Ray has lost. If another node with the same address is
+    alive, the address is left out.
     """
     here = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     return sorted({node["NodeManagerAddress"] for node in ray.nodes()} - here)

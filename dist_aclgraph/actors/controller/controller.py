@@ -118,8 +118,8 @@ class Controller:
         return self._failure if self._upkeep is None else self._upkeep.failure
 
     def handover(self) -> Handover:
-        """Return the values that a next controller needs. The caller uses the answer as a
-        heartbeat, too.
+        """Return the values that a new controller would need. For the caller, the answer is also
+        this controller's heartbeat.
         """
         slowest_s = self._start_limit.slowest_s
         if self._serving is None:

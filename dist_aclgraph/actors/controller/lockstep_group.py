@@ -70,8 +70,8 @@ class LockstepGroup:
     def enter(self, to: GroupState) -> bool:
         """Enter a state if the table allows the transition; return whether the state was entered.
 
-        Callers must check the result: the thread of ``GroupWatch`` may have changed the state to
-            LOST meanwhile.
+        Callers must check the result, because the thread of ``GroupWatch`` may have changed the
+        state to LOST meanwhile.
         """
         with self._entering:
             is_allowed = to in GROUP_TRANSITIONS[self.state]

@@ -150,14 +150,14 @@ class ControllerKeeper:
         """Stop the checks, start no other controller, and return the last controller."""
         with self._making:
             self._stopping.set()
-        self._thread.join(JOIN_S)  # its calls after ray.shutdown() would start another Ray
+        self._thread.join(JOIN_S)  # the thread's calls after ray.shutdown() would start another Ray
         return self.controller
 
     def end_by_force(self) -> None:
         """Kill the last controller, and free the NPUs of its deployment."""
         end_by_force(self.controller, self._name)
         # Ray can only ask a process of a fork server to end. A process that SIGSTOP has stopped
-        # does not react to this.
+        # does not react to this request.
         processes.kill_handles(self._process)
 
     def _run(self) -> None:

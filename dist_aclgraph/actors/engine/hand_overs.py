@@ -53,8 +53,8 @@ class HandOvers:
         return replace(outputs, finish_reasons=reasons)
 
     def take_ready(self) -> Iterator[tuple[ClientLink, StepDeltas]]:
-        """Yield the links of clients with the ends of their requests. A request's end is yielded
-        after its blocks were written.
+        """For each request whose blocks were written since the last call, yield the link of its
+        client, and the delta that ends the request.
         """
         waiting, self._waiting = self._waiting, []
         for request, client in waiting:

@@ -216,7 +216,7 @@ class BlockFetches:
                 the fetch ends.
         """
         nodes = [address.node_id for address in source.addresses]
-        # Groups on the same node share their files, so nothing is fetched from them.
+        # All groups on a node share their files, so nothing is fetched from groups on this node.
         here = nodes.index(self._node_id) if self._node_id in nodes else None
         found = routes(source.place, source.holders, self._places, here=here, turn=self._turn)
         ways = [way for way in (self._resolve(source, each) for each in found) if way is not None]

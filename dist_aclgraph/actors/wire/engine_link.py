@@ -50,7 +50,8 @@ class EngineLink:
 
     Attributes:
         is_welcome: whether the engine has answered on this connection, and serves.
-        is_lost: whether this connection has ended. The caller that catches the error sets this.
+        is_lost: whether this connection has ended. The caller that catches the error sets this
+            attribute.
         loss_kind: the reason why the connection was lost. Set when ``receive`` or ``beat`` raises.
         others_tokens: the load of other clients at the engine, from the engine's last status; see
             ``EngineStatus``.
