@@ -401,7 +401,7 @@ class Worker:
         self._recorder.join(group)
         leave_with(self._lease, f"rank {self._rank}")
         self._channel = channel = StepReceiver(address)
-        # All objects that exist at this point live as long as the group: collections skip them.
+        # All present objects live as long as the group, so garbage collections can skip them.
         gc.collect()
         gc.freeze()
         is_stopped = False
