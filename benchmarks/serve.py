@@ -227,7 +227,7 @@ class Client:
         return pid_of(self._process)
 
     def begin(self, ask: Ask) -> Connection:
-        """Let the process open streams. The process sends the results after all streams have ended."""
+        """Let the process open streams. When all streams have ended, the process sends the results."""
         self._asks.send(ask)
         return self._asks
 

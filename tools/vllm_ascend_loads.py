@@ -76,7 +76,7 @@ class Stream:
         return (self.times_s[0] - self.sent_s) * 1e3
 
     def gaps_ms(self, start_s: float = 0.0, end_s: float = inf) -> list[float]:
-        """Return the times between two successive frames, for gaps that overlap the given period."""
+        """Return the times between successive frames, for gaps that overlap the given period."""
         pairs = pairwise(self.times_s)
         return [(after - before) * 1e3 for before, after in pairs
                 if after >= start_s and before <= end_s]  # fmt: skip
