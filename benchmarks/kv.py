@@ -203,7 +203,7 @@ def prompt_of(length: int, seed: int) -> IntArray:
 def first_tokens(
     services: Mapping[str, Service], length: int, rounds: int, note: Any
 ) -> dict[str, float]:
-    """Return the median time to the first token in ms, by the source of the prompt's KV."""
+    """Return the median time to the first token in ms, for each source of the prompt's KV."""
     each: dict[str, list[float]] = {}
     for seed in range(rounds):
         for where, service in services.items():

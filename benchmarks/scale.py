@@ -167,7 +167,9 @@ def median_ms(times_ns: Sequence[int]) -> float:
 
 
 def sizes(plan: StepPlan, shape: Shape) -> dict[str, int]:
-    """Return how many bytes a step's messages have: to all workers together, and to one worker."""
+    """Return two sizes in bytes: of a step's messages to all workers, and of the message to one
+    worker.
+    """
     sent = [len(encoder.encode(plan.for_rank(rank))) for rank in range(shape.dp)]
     return {"plan_bytes": sum(sent) * shape.tp, "rank_bytes": max(sent)}
 

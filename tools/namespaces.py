@@ -165,8 +165,8 @@ class Node:
 
     @contextmanager
     def network(self) -> Iterator[None]:
-        """Within this context, this thread uses the node's network. So do the threads and processes
-        that it starts.
+        """Within this context, this thread uses the node's network. The threads and processes that
+        this thread starts use the same network.
         """
         with open("/proc/thread-self/ns/net") as before:
             _enter_network(f"/proc/{self._holder.pid}/ns/net")

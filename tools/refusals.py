@@ -106,7 +106,7 @@ def known_refusals(folder: Path = DATA) -> list[Entry]:
 def differences(found: Mapping[str, Sequence[str]], entries: Sequence[Entry]) -> list[str]:
     """Return a line for each refusal without an entry, and for each entry without a refusal.
 
-    If a text occurs at several places of a file, it needs as many entries.
+    If a text occurs at several places of a file, it needs one entry for each place.
 
     Args:
         found: the texts by file, as ``refusals_of`` returns them.

@@ -346,7 +346,7 @@ class SimulatedGroup:
         return counts
 
     def _end_step(self, step: LastStep, on_progress: OnProgress) -> None:
-        """Count a step, and advance the clock by its time."""
+        """Count a step, and advance the clock by the time that the step takes."""
         self.tally.add(self.clock_s, step)
         graph = step.graph
         if graph is None:

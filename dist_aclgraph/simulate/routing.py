@@ -1,5 +1,6 @@
 """Simulates a load that several groups share. Two comparisons are possible: between two rules that
-choose the group of a request, and between a deployment with copies of KV and one without.
+choose the group of a request, and between a deployment with copies of KV and a deployment without
+copies.
 
 All groups run at the same time, but each has its own clock. The group whose clock shows the
 earliest time runs the next step. Before a request is sent, all groups are simulated up to the

@@ -95,8 +95,8 @@ class TimeLine:
 
 @dataclass
 class Tally:
-    """Counts all steps of a group, once over time, and once by the batch: its number of tokens
-    without padding, and its query length.
+    """Counts all steps of a group twice: over time, and by the batch. A batch is described by its
+    number of tokens without padding and its query length.
 
     The query length is the number of tokens of each request in the batch; 0 if this number differs
     between requests.

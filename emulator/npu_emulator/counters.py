@@ -68,7 +68,7 @@ def _read_numbers(function: str, device: int | None) -> dict[str, int]:
     return values
 
 
-@functools.cache  # profiled steps call this several times
+@functools.cache  # a profiled step calls this function several times
 def _reader(function: str) -> Callable[[int], bytes | None]:
     read = getattr(ctypes.CDLL("libascendcl.so"), function)
     read.restype = ctypes.c_char_p

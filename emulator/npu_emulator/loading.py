@@ -71,7 +71,7 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
 
 def preload() -> None:
     """Load all libraries without settings, and open no device. In a process that is forked
-    afterwards, ``load`` only has to apply the settings, and is fast.
+    afterwards, ``load`` is fast, because it only has to apply the settings.
 
     Raises:
         BuildError: see ``build``.

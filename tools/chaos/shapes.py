@@ -32,8 +32,7 @@ class Shape:
 
     Attributes:
         config: name of a file in ``configs/``.
-        operator, collective: names of two operators. If a fault lets an operator or a collective
-            fail or stall, it hits these two.
+        operator, collective: names of the operator and of the collective that faults hit.
         attention, linear: names of two operators for memory faults. The memory of their second
             operand (the keys, or a weight) becomes faulty.
         num_streams: number of requests that are sent at the same time. No two of these requests

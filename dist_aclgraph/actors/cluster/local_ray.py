@@ -238,7 +238,7 @@ def start_ray(
 
 
 def _join(address: str, *, waits: bool) -> None:
-    """Connect to a cluster. If ``waits``, try again until the cluster answers."""
+    """Connect to a cluster. If ``waits`` is True, try again until the cluster answers."""
     while True:
         try:
             return _init(address)

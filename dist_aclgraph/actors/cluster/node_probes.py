@@ -42,7 +42,7 @@ class NodeProbe:
         self._sockets: list[socket.socket] = []
 
     def answer(self, question: Callable[[], Any]) -> Any:
-        """Answer a question by a function of the package version that is installed on this node."""
+        """Answer a question by a function of this package, in this node's version of it."""
         return question()
 
     def listen(self, host: str, ports: Sequence[int]) -> OpenPorts:

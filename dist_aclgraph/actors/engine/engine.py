@@ -145,7 +145,7 @@ class Engine:
         self._lease.renew(number)
         if (now_s := time.monotonic()) >= self._next_sweep_s:
             self._next_sweep_s = now_s + SWEEP_S
-            sweep()  # a stopped engine can end after the engine that replaced it has started
+            sweep()  # removes directories of engines that ended after this engine had started
 
     # ---- from the start of the engine to its end
 

@@ -1,9 +1,9 @@
 """HandOvers: requests whose prompt this group computes, and which another group continues.
 
-The group computes the prompt and the first token, and sends the token at once. It tells the client
-that the request has ended only after it has written the prompt's blocks to files, or has failed to
-write them. Then the client submits the request to another group, which reads the prompt's KV from
-these files.
+The group computes the prompt and the first token, and sends the token at once. Then the group
+writes the prompt's blocks to files. After the blocks are written, or could not be written, the
+group tells the client that the request has ended. Then the client submits the request to another
+group, which reads the prompt's KV from these files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The messages between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
+"""The messages between an engine (ZeroMQ's ROUTER socket) and its clients (DEALER sockets).
 
 Messages are plain MessagePack, like the messages between engine and workers (``steps/step.py``).
 Each message is one frame. A client sends ``Hello`` first, and ``Beat`` regularly. The engine

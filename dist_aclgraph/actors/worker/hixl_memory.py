@@ -252,7 +252,7 @@ class HixlMemory:
             try:
                 engine.connect(name, CONNECT_S)
             except DeviceError:
-                # A part of the link may exist. It is removed, because it would make the next
+                # A part of the link may exist. This part is removed, because it would let the next
                 # attempt fail.
                 with contextlib.suppress(DeviceError):
                     engine.disconnect(name, DISCONNECT_S)
