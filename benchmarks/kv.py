@@ -225,8 +225,8 @@ def first_tokens(
 def decode_beside(
     service: Service, batch: int, steps: int, length: int, rounds: int, note: Any
 ) -> dict[str, dict[str, float]]:
-    """Return the times between tokens of ``batch`` decoding requests: alone, while prompts of
-    ``length`` tokens are computed, and while such prompts are read from files.
+    """Return the times between the tokens of decoding requests in three cases: no other request
+    runs; prompts of ``length`` tokens are computed; such prompts are read from files.
 
     In the last two cases, three prompts run one after another.
     """

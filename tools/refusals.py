@@ -171,8 +171,8 @@ def _item(text: str) -> str:
 
 
 def refusals_of(folder: Path = SOURCES) -> dict[str, list[str]]:
-    """Return the texts of all refusals, by the name of the source file. A text that occurs several
-    times is listed several times. A ``*`` stands for a value in a text.
+    """Return the texts of all refusals. The keys are the names of the source files. A text that
+    occurs several times is listed several times. A ``*`` stands for a value in a text.
 
     The names of files are relative to ``folder``. A text that only passes on another text is left
     out. If a refusal has no text, the name of its error code is used.

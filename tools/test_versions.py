@@ -65,7 +65,7 @@ def set_up(line: str, environment: Path) -> str:
 
 
 def run_tests(environment: Path, arguments: Sequence[str]) -> dict[str, int]:
-    """Run tests, and return the number of tests by outcome.
+    """Run tests, and return the number of tests with each outcome.
 
     Args:
         arguments: arguments for pytest. If they contain no ``-m``, slow tests are left out.

@@ -193,8 +193,8 @@ class Service:
         return sorted(p for p in found if processes.name_of(p).startswith(name))
 
     def by_name(self) -> dict[str, list[int]]:
-        """Return the living processes of the service, by name. A process that runs a script has the
-        name of the script's file.
+        """Return the ids of the service's living processes. The keys are the names of the
+        processes. A process that runs a script has the name of the script's file.
         """
         found: dict[str, list[int]] = {}
         for pid in self._all():

@@ -42,13 +42,13 @@ class RequestTable:
     The client's lock guards this object. No method waits or calls a request's callback.
 
     Args:
-        router: chooses among engines by their URLs.
+        router: chooses an engine for a request. The router knows the engines by their URLs.
         recovery: how requests wait while no group accepts requests. If None, requests do not wait,
             but fail.
         send: queues a request for an engine.
 
     Attributes:
-        engines: the engines by their URLs. The router uses the same URLs.
+        engines: maps the URL of each engine to the engine. The router uses the same URLs.
         num_resumed: how many requests were resumed on another engine.
         losses: number of lost engines for each kind of loss.
     """

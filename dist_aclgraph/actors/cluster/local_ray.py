@@ -79,7 +79,7 @@ class ConnectedRay:
     Args:
         silent_s: if Ray's control store is silent for this number of seconds, Ray counts as dead.
             With ``math.inf``, Ray never counts as dead because of silence.
-        daemons: names of Ray's daemons on this machine, by process id.
+        daemons: maps the process id of each of Ray's daemons on this machine to the daemon's name.
         clock: monotonic, in seconds.
 
     Attributes:
@@ -148,7 +148,7 @@ class LocalRay(ConnectedRay):
     Owns the processes of this Ray, and the ``ProcessStarter`` that starts Ray's workers.
 
     Args:
-        daemons: names of Ray's daemons, by process id.
+        daemons: maps the process id of each of Ray's daemons to the daemon's name.
     """
 
     def __init__(self, daemons: dict[int, str], starter: ProcessStarter) -> None:

@@ -87,7 +87,7 @@ class NodeProbes:
     """The probes of all living nodes.
 
     Attributes:
-        nodes: nodes that have answered all questions so far, by name.
+        nodes: maps names to nodes: the nodes that have answered all questions so far.
         silent: maps the name of each node that did not answer to the reason.
     """
 
@@ -109,7 +109,9 @@ class NodeProbes:
         }
 
     def call(self, method: str, arguments: Callable[[Node], Sequence[object]]) -> dict[str, Any]:
-        """Call a method of all probes; return the answers that arrive in time, by node name."""
+        """Call a method of all probes. Return the answers that arrive in time. The keys are the
+        names of the nodes.
+        """
         refs = {
             getattr(self._actors[name], method).remote(*arguments(node)): name
             for name, node in self.nodes.items()

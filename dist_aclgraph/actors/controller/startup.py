@@ -105,7 +105,7 @@ class Startup:
         lost ranks.
 
         Args:
-            left: the workers of the lost group, by rank. All ranks that are not in ``lost`` have
+            left: the workers of the lost group. The workers whose ranks are not in ``lost`` have
                 left that group.
 
         Raises:

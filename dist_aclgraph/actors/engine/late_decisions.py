@@ -4,7 +4,7 @@ While step n runs, the engine decides step n + 1, and the workers queue step n +
 request that arrives after this decision starts in step n + 2. So the engine decides as late as
 possible without a pause of the devices. A worker queues the beginning of step n + 1, and then waits
 for the result of step n. If this wait (``StepResult.waited_us``) takes a time t, the decision could
-have been made later by t.
+have come later by t.
 """
 
 from __future__ import annotations

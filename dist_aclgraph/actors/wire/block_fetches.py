@@ -349,8 +349,8 @@ class BlockFetches:
         return count
 
     def _files_at(self, place: CachePlace) -> dict[FileKind, list[KVTiers]]:
-        """Return this node's folders for files of the source's layout, by the kind of file and the
-        index of the place.
+        """Return this node's folders for files of the source's layout. The keys are the kind of the
+        files and the index of their place.
         """
         if place not in self._files:
             # The identity that was computed at the start is used, because the model's files may

@@ -69,7 +69,7 @@ class Worker:
         self._phase = "PLACING"
         self._last_step = -1
         self._neighbour = ALONE
-        # Handles of the processes of other ranks, by process id.
+        # Maps the process id of each other rank to a handle of the process.
         self._neighbours: dict[int, int] = {}
         self._progress = (0, 0)  # number of loaded bytes, and number of bytes of all weights
         self._doing = ""
