@@ -1,3 +1,3 @@
-"""The benches that ``make bench-*`` runs. A bench measures and prints times. It never fails because
-a time is long.
+"""The benches that ``make bench-*`` runs. A bench measures and prints times. It does not fail if a
+time is long.
 """

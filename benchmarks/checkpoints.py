@@ -150,8 +150,8 @@ def write_checkpoint(
     directory.
 
     Args:
-        zeros: names of matrices that contain zeros. If the head contains zeros, each greedy token
-            is 0.
+        zeros: names of matrices that contain zeros. If the output head contains zeros, each greedy
+            token is 0.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = {**shape.config(), "torch_dtype": str(dtype).removeprefix("torch.")}

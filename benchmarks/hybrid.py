@@ -133,7 +133,7 @@ def measure_all(
 
 def measure_times(model: Candidate, batch: int, steps: int, seed: int) -> dict[str, float]:
     """Return the host times of a decode step, of a prompt without a cached prefix, and of a prompt
-    with one.
+    with a cached prefix.
     """
     us = measure(model.rank.npu, model.runner, model.config, batch, steps, ["greedy"])["greedy"]
     scheduler = _scheduler_with_prefixes(model)

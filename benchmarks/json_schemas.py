@@ -2,8 +2,8 @@
 
 The data is not in this repository: clone guidance-ai/jsonschemabench, and pass a folder of its
 ``maskbench/data``. Each file contains a schema, and values that are marked as valid or invalid. The
-script runs the compiler's process as the service does, with the limits for workers. The vocabulary
-has 151,936 generated tokens. Times are CPU times.
+script runs the compiler's process as the service does, and the matchers with the limits that
+workers set. The vocabulary has 151,936 artificial tokens. Times are CPU times.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(
 
 
 def measure(folder: Path, files: list[Path]) -> dict[str, Any]:
-    """Return the number of each verdict, and percentiles of times in microseconds."""
+    """Return how many times each verdict occurred, and percentiles of times in microseconds."""
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "eos_token_id": 0}))
     write_tokenizer(folder)
     tokenizer = Tokenizer(folder)

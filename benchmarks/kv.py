@@ -214,7 +214,7 @@ def prompt_of(length: int, seed: int) -> IntArray:
 def first_tokens(
     services: Mapping[str, Service], length: int, rounds: int, note: Any
 ) -> dict[str, float]:
-    """Return the median time to the first token in ms, by the source of the prompt's KV."""
+    """Return the median time to the first token in ms, for each source of the prompt's KV."""
     each: dict[str, list[float]] = {}
     for seed in range(rounds):
         for where, service in services.items():
@@ -236,8 +236,8 @@ def first_tokens(
 def decode_beside(
     service: Service, batch: int, steps: int, length: int, rounds: int, note: Any
 ) -> dict[str, dict[str, float]]:
-    """Return the times between tokens of ``batch`` decoding requests: alone, while prompts of
-    ``length`` tokens are computed, and while such prompts are read from files.
+    """Return the times between the tokens of decoding requests in three cases: no other request
+    runs; prompts of ``length`` tokens are computed; such prompts are read from files.
 
     In the last two cases, three prompts run one after another.
     """

@@ -49,7 +49,7 @@ NODE = "node"
 WAIT_S = 1.0
 PAUSE_S = 0.002  # seconds between two steps; all processes sleep before a step begins
 GOAL_MS, GOAL_WORKERS = 0.4, 8
-RECORD_BYTES = 16  # number of bytes that a request has in a plan
+RECORD_BYTES = 16  # number of bytes that a request takes in a plan
 
 COLUMNS = {
     "way": "{way}",

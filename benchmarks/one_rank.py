@@ -181,8 +181,8 @@ class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def has_work(func: Any, inputs: list[Any], outputs: list[Any]) -> bool:
-    """Return whether an operator writes to memory. Operators that only make views or allocate
-    memory do not.
+    """Return whether an operator writes to memory. Operators that only create views or allocate
+    memory do not write.
     """
     name = _name(func)
     if name.startswith(("empty", "new_empty")) or name.endswith("workspace"):

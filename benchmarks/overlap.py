@@ -226,8 +226,8 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
     mode = next(m for m in MODES_OF_STEPS if _gained(before, after, m, "steps"))
     num_steps = _gained(before, after, mode, "steps")
     if mode != "eager":
-        # When the counts are read with a step's result, later steps that are already queued are
-        # included. So the counts of the first decode step are part of the counts of the prompts'
+        # The counts that arrive with a step's result also include steps that were queued behind
+        # this step. So the counts of the first decode step are part of the counts of the prompts'
         # step.
         num_steps -= engine.config.scheduler.steps_in_flight - 1
     times = {

@@ -2,10 +2,10 @@
 
 Eleven combinations of models and settings decode in one process on the emulator, whose device times
 are computed by a model. One combination also computes prompts. The gate counts a step's launches,
-updates, uploads, downloads and synchronizes, and its modelled time. These numbers do not depend on
-the speed of the machine. If a number exceeds the number in the file by more than its tolerance, the
-gate fails and names the model and the number. ``--write`` writes the numbers to the file, so that a
-review shows the changes.
+updates, uploads, downloads and synchronizations, and reads the step's modelled time. These numbers
+do not depend on the speed of the machine. If a number exceeds the number in the file by more than
+its tolerance, the gate fails and names the model and the number. ``--write`` writes the numbers to
+the file, so that a review shows the changes.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ def _rehearse(
     """Run one deployment. Return its row of the table.
 
     Args:
-        work: number of requests per data-parallel rank, number of tokens of each prompt, and number
-            of tokens of each output.
+        work: three numbers: requests per data-parallel rank, tokens of each prompt, and tokens of
+            each output.
     """
     keys = {
         "profile": True,

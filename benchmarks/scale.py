@@ -131,7 +131,7 @@ def run(place: Place, shape: Shape, requests: int, steps: int, way: str) -> dict
     engine_ns, send_ns, receive_ns = [], [], []
     node_id = NODE if place.host is None else OTHER_NODE
     gc.collect()
-    gc.freeze()  # a real engine does this, too
+    gc.freeze()  # a real engine also makes this call
     with played_workers(sender, node_id, shape) as workers:
         for _ in range(steps + WARM_UP):
             began = time.thread_time_ns()
@@ -167,7 +167,9 @@ def median_ms(times_ns: Sequence[int]) -> float:
 
 
 def sizes(plan: StepPlan, shape: Shape) -> dict[str, int]:
-    """Return how many bytes a step's messages have: to all workers together, and to one worker."""
+    """Return two sizes in bytes: of a step's messages to all workers, and of the message to one
+    worker.
+    """
     sent = [len(encoder.encode(plan.for_rank(rank))) for rank in range(shape.dp)]
     return {"plan_bytes": sum(sent) * shape.tp, "rank_bytes": max(sent)}
 

@@ -101,7 +101,7 @@ def run_step(scheduler: Scheduler, token_ids: bytes) -> tuple[StepPlan, StepOutp
 
 
 def hand_out(recipients: Recipients, outputs: StepOutputs) -> int:
-    """Encode a step's messages for clients. Return the CPU time of this in nanoseconds."""
+    """Encode a step's messages for clients. Return the CPU time of the encoding in nanoseconds."""
     begin = time.thread_time_ns()
     for _, deltas in recipients.hand_out(outputs):
         client_encoder.encode(Deltas(deltas, 1))

@@ -42,7 +42,7 @@ TEXT = "The device never waits for the host, and tokens never wait for their rea
 PATH = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
 WARM_UP = 20  # steps
-SETTLE_S = 0.05  # seconds after the last step for which servers may still send its frames
+SETTLE_S = 0.05  # seconds that servers may still take to send the frames of the last step
 FRAMES_BEFORE = 1  # frames before the first token's frame: one frame with the assistant's role
 GOAL_CPU_US, GOAL_LATENCY_MS = 20.0, 1.0
 GOAL_TOKENS_PER_S = 300_000
@@ -166,8 +166,8 @@ def measure_ingresses(
     """Stream from services that have several ingress processes.
 
     The number of streams per ingress does not depend on the number of ingresses. If the CPU time
-    per token does not depend on it either, n ingresses on separate cores serve n times as many
-    tokens as one.
+    per token does not depend on the number of ingresses either, n ingresses on separate cores serve
+    n times as many tokens as one ingress.
 
     Returns:
         A row for each number of streams per ingress and each number of ingresses.
@@ -227,7 +227,7 @@ class Client:
         return pid_of(self._process)
 
     def begin(self, ask: Ask) -> Connection:
-        """Let the process open streams. It sends the results after all streams have ended."""
+        """Let the process open streams. When all streams have ended, it sends the results."""
         self._asks.send(ask)
         return self._asks
 

@@ -42,7 +42,8 @@ class Stream:
 
     def take(self, data: bytes, now_s: float) -> bool:
         """Record new bytes. Return whether the reply is complete now."""
-        # The end of a frame is two bytes. The first of these may have been received before.
+        # The end of a frame is two bytes. The first of these two bytes may have arrived with
+        # earlier data.
         seen = max(0, len(self.received) - 1)
         self.received += data
         self.arrivals_s += [now_s] * self.received.count(FRAME_END, seen)

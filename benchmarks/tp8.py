@@ -49,11 +49,12 @@ WARM_UP_STEPS = 12
 VOCAB = 2048
 MAX_LEN = 256
 # The largest size is large enough for all prompts of a workload, so no prompt is split into chunks.
-# Chunks would depend on the timing, and attention rounds differently if a prompt is split.
+# Chunks would depend on the timing, and attention over the chunks of a prompt does not round in the
+# same way as attention over the whole prompt.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MODES = "NONE,PIECEWISE,FULL"
-# The stages in which the host queues a step's work. Sending the lengths before a step is left out:
-# the host does this while it waits for the previous step.
+# The stages in which the host queues a step's work. The stage that sends the lengths before a step
+# is left out, because the host sends them while it waits for the previous step.
 LAUNCHING = ("forward", "replay", "update")
 
 

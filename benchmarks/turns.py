@@ -47,7 +47,7 @@ class Turns:
 
     @property
     def circumstances(self) -> dict[str, Any]:
-        """Texts that describe the device, and what this means for the results."""
+        """Facts for the results: on which device they were measured, and whether it is emulated."""
         report = next(iter(self.reports.values()))
         warning = "emulated NPU on the CPU; not an NPU figure; " if report["emulated"] else ""
         return {

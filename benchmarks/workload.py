@@ -280,7 +280,7 @@ def whole_steps(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest of the values that is not smaller than ``percent`` % of all values
+    """Return the smallest value for which at least ``percent`` % of all values are not larger
     (nearest rank).
     """
     ordered = sorted(values)

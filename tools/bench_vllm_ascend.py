@@ -1,4 +1,4 @@
-"""``make bench-vllm-ascend``: times of streamed tokens over HTTP, beside vllm-ascend.
+"""``make bench-vllm-ascend``: times of streamed tokens over HTTP, compared with vllm-ascend.
 
 Both services run a model without weights on the emulated NPU, with equal settings. They take turns
 with equal loads. The device is modelled (``docs/develop/device-time.md``), or leaves out all
@@ -52,7 +52,7 @@ class Device:
     Attributes:
         kernels: the emulator's setting.
         config: the model's config.json.
-        shape: if kernels compute, the shape of the model's weights.
+        shape: the shape of the model's weights; None if kernels do not compute.
         loads: names of ``LOADS``.
     """
 
@@ -87,7 +87,7 @@ DEVICES = {
 
 
 def our_config(model: Path, port: int, mode: str, device: Device) -> dict[str, Any]:
-    """Return our service's configuration; it has the values of ``peer_options``."""
+    """Return our service's configuration, with the same settings as ``peer_options``."""
     return {
         "model": str(model),
         "served_model_name": MODEL,
@@ -141,7 +141,8 @@ def served(command: Sequence[str], url: str, log: Path) -> Iterator[None]:
     """Run a server until the context ends.
 
     Raises:
-        RuntimeError: the server ended, or did not answer in time; the message has the log's end.
+        RuntimeError: the server ended, or did not answer in time; the message quotes the end of the
+            log.
     """
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -173,7 +174,7 @@ def _is_ready(url: str) -> bool:
 def measure(
     folder: Path, bar: Progress, peer: Peer, device: Device, rounds: int, mode: str
 ) -> dict[str, Any]:
-    """Run both services and all loads by turns; return a row for each load and service."""
+    """Run both services in turns, with all loads; return a row for each load and service."""
     device.write_model(folder / "model")
     ports = {PEER: free_port(), OURS: free_port()}
     config = folder / "ours.yaml"
@@ -214,7 +215,7 @@ def measure(
 
 
 def summary(turns: Sequence[Times]) -> dict[str, Any]:
-    """Return the median over the turns of each percentile; None where a load has no such values."""
+    """Return, for each percentile, the median over the turns; None if a load has no such values."""
     row: dict[str, Any] = {}
     for what in ("first", "gap", "total"):
         measured = [turn[what] for turn in turns if what in turn]

@@ -78,7 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 TEXTS = ("How warm is it", "First.", "Second.")  # texts in users' messages
 # If a template expects texts but gets a list of parts, it prints one of these texts.
 PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
-# transformers leaves LEFT_MARK in a prompt that has the last message twice.
+# If a prompt contains the last message twice, transformers leaves LEFT_MARK in the prompt.
 NONE_TEST = re.compile(r"content['\"\])]*\s+is\s+(not\s+)?none", re.IGNORECASE)
 LEFT_MARK = "CONTINUE_FINAL_MESSAGE_TAG"
 NAMED = ("add_generation_prompt", "continue_final_message", "tools", "documents")

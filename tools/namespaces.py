@@ -1,4 +1,4 @@
-"""Makes several nodes on one machine. Each node has its own Linux namespaces for network, shared
+"""Creates several nodes on one machine. Each node has its own Linux namespaces for network, shared
 memory and process ids. A bridge connects the networks of the nodes.
 
 A node does not see the network, the /dev/shm and the process ids of other nodes. When a node ends,
@@ -165,8 +165,8 @@ class Node:
 
     @contextmanager
     def network(self) -> Iterator[None]:
-        """Within this context, this thread uses the node's network. So do the threads and processes
-        that it starts.
+        """Within this context, this thread uses the node's network. The threads and processes that
+        this thread starts use the same network.
         """
         with open("/proc/thread-self/ns/net") as before:
             _enter_network(f"/proc/{self._holder.pid}/ns/net")
@@ -188,7 +188,7 @@ def _enter_network(path: str) -> None:
 
 @contextmanager
 def nodes(count: int, *, private: Sequence[str] = ("/dev/shm",)) -> Iterator[list[Node]]:
-    """Make nodes on one network. When the context ends, end the nodes and all their processes.
+    """Create nodes on one network. When the context ends, end the nodes and all their processes.
 
     Args:
         private: folders that each node has separately. They are empty at first.

@@ -106,7 +106,7 @@ def known_refusals(folder: Path = DATA) -> list[Entry]:
 def differences(found: Mapping[str, Sequence[str]], entries: Sequence[Entry]) -> list[str]:
     """Return a line for each refusal without an entry, and for each entry without a refusal.
 
-    If a text occurs at several places of a file, it needs as many entries.
+    If a text occurs at several places of a file, it needs one entry for each place.
 
     Args:
         found: the texts by file, as ``refusals_of`` returns them.
@@ -171,8 +171,8 @@ def _item(text: str) -> str:
 
 
 def refusals_of(folder: Path = SOURCES) -> dict[str, list[str]]:
-    """Return the texts of all refusals, by the name of the source file. A text that occurs several
-    times is listed several times. A ``*`` stands for a value in a text.
+    """Return the texts of all refusals. The keys are the names of the source files. A text that
+    occurs several times is listed several times. A ``*`` stands for a value in a text.
 
     The names of files are relative to ``folder``. A text that only passes on another text is left
     out. If a refusal has no text, the name of its error code is used.
@@ -244,7 +244,7 @@ def _split(source: str, begin: int, separator: str) -> list[str]:
 
 
 def _text_of(argument: str) -> str:
-    """Return the text that an expression makes: its literals, with ``*`` instead of values."""
+    """Return the text that an expression produces: its literals, with ``*`` instead of values."""
     texts = []
     for term in _split(argument, 0, "+"):
         if made := re.fullmatch(r"(?:std::string|text)\s*\((.*)\)", term, re.DOTALL):

@@ -50,8 +50,8 @@ def all_lines() -> list[str]:
 
 
 def set_up(line: str, environment: Path) -> str:
-    """Make the virtual environment and the emulator of a series. Return a text that describes the
-    problem; "" if there is none.
+    """Create the virtual environment of a series, and build the emulator for it. Return a text that
+    describes the problem; "" if there is none.
     """
     command = ["make", "-s", "setup-dev", "emulator", f"NPU={line}", f"VENV={environment.name}"]
     try:
@@ -65,7 +65,7 @@ def set_up(line: str, environment: Path) -> str:
 
 
 def run_tests(environment: Path, arguments: Sequence[str]) -> dict[str, int]:
-    """Run tests, and return the number of tests by outcome.
+    """Run tests, and return the number of tests with each outcome.
 
     Args:
         arguments: arguments for pytest. If they contain no ``-m``, slow tests are left out.

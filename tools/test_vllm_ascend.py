@@ -64,8 +64,8 @@ class Peer:
         """Return the command that runs Python on the emulated NPU.
 
         Args:
-            arguments: of Python.
-            settings: of the emulator.
+            arguments: the arguments of Python.
+            settings: the settings of the emulator.
         """
         python = str(self.environment / "bin" / "python")
         metadata, sources = self.environment / "metadata", self.environment / "vllm"

@@ -13,14 +13,15 @@ from math import inf
 
 from benchmarks.serve_client import make_request
 
-MODEL = "model"  # its name in the API of each server
-# With the modelled device, each token has id 0. The made tokenizer writes this text for it.
+MODEL = "model"  # the model's name in the API of each server
+# With the modelled device, each token has id 0. The tokenizer converts id 0 to this text.
 TOKEN = b"<|endoftext|>"
 FIRST_ID, NUM_IDS = 3, 800  # the token ids of prompts
 SILENCE_S = 120.0
 STREAMS, BURST, PROMPT, BURST_TOKENS = 16, 32, 32, 32
-JOIN_TOKENS, LONG_TOKENS = 200, 400  # of each stream that decodes while other requests arrive
-SETTLED = 8  # tokens of each stream before other requests arrive
+# Numbers of output tokens of each stream that decodes while other requests arrive.
+JOIN_TOKENS, LONG_TOKENS = 200, 400
+SETTLED = 8  # number of tokens that each stream gets before other requests arrive
 LONG_PROMPTS = (2048, 4096, 3072, 2560, 3584, 4096, 2048, 3072)
 MIXED, MIXED_GAP_S = 64, 0.04
 MIXED_PROMPT, MIXED_TOKENS = (16, 512), (16, 128)
@@ -75,7 +76,7 @@ class Stream:
         return (self.times_s[0] - self.sent_s) * 1e3
 
     def gaps_ms(self, start_s: float = 0.0, end_s: float = inf) -> list[float]:
-        """Return the times between two frames, for gaps that overlap a period."""
+        """Return the times between successive frames, for gaps that overlap the given period."""
         pairs = pairwise(self.times_s)
         return [(after - before) * 1e3 for before, after in pairs
                 if after >= start_s and before <= end_s]  # fmt: skip
@@ -110,10 +111,10 @@ class Client:
         self.read_until(lambda: not self.num_open)
 
     def read_until(self, is_reached: Callable[[], bool]) -> None:
-        """Read until ``is_reached``.
+        """Read until ``is_reached`` returns True.
 
         Raises:
-            TimeoutError: no server sent anything for ``SILENCE_S``.
+            TimeoutError: the server sent nothing for ``SILENCE_S``.
         """
         while not is_reached():
             if not self._read(SILENCE_S):
@@ -135,7 +136,9 @@ class Client:
         return bool(ready)
 
     def start_streams(self, max_tokens: int) -> list[Stream]:
-        """Start the requests that decode while others arrive; return when all have tokens."""
+        """Start the streams that decode while other requests arrive; return when all streams have
+        tokens.
+        """
         streams = self.send(STREAMS, PROMPT, max_tokens)
         self.read_until(lambda: all(len(stream.times_s) >= SETTLED for stream in streams))
         return streams
@@ -159,7 +162,7 @@ def burst(client: Client) -> Times:
 
 
 def join(client: Client) -> Times:
-    """Requests that arrive together, while others decode."""
+    """Requests that arrive together, while other requests decode."""
     decoding = client.start_streams(JOIN_TOKENS)
     client.pause(client.random.uniform(0.0, 0.05))
     start_s = time.monotonic()
@@ -195,7 +198,7 @@ def mixed(client: Client) -> Times:
 
 
 def steady(client: Client) -> Times:
-    """As many requests as in a burst; each is followed by another one."""
+    """As many requests at a time as in a burst; when a request ends, another one is sent."""
     start_s = time.monotonic()
     while (num_left := STEADY - len(client.streams)) > 0:
         client.send(min(num_left, BURST - client.num_open), PROMPT, STEADY_TOKENS)

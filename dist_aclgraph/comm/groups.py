@@ -121,8 +121,8 @@ class RankGroups:
 
     Attributes:
         tp: ranks among which each layer is split.
-        ep: ranks among which the experts are divided, each expert as a whole. It has one member if
-            every tensor parallel group has all experts.
+        ep: ranks among which the experts are divided, each expert as a whole. This group has one
+            member if every tensor parallel group has all experts.
         mc2: a second group with the ranks of ``ep``, for operators that communicate inside their
             kernel; None if no such operator is used.
         pcp: ranks that share the computation of prompts.
@@ -179,8 +179,8 @@ def join_lockstep_group(
         size: number of members of the lockstep group.
         timeout_s: maximum time for joining, in seconds.
         meeting: the socket that listens at ``rendezvous``; only for rank 0 with a TCP
-            ``rendezvous``. torch owns the socket after this call. It is passed, because a socket
-            that torch opens would listen at every address of the machine.
+            ``rendezvous``. torch owns the socket after this call. Without it, torch would open a
+            socket that listens at every address of the machine.
         buffer_mb: see ``make_groups``.
 
     Raises:
@@ -288,7 +288,8 @@ def make_groups(
         if watchdog_s is not None and group is not None and group.handle is not None:
             group.backend._set_default_timeout(datetime.timedelta(seconds=watchdog_s))
     if mc2 is not None:
-        # Reading the name creates the communicator. All members do this here, at the same time.
+        # Reading the name creates the communicator. All members read the name here, at the same
+        # time.
         assert mc2.hccl_name
     return groups
 

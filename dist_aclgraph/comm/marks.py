@@ -27,7 +27,7 @@ class CollectiveMarks:
     """
 
     def begin_step(self, step: int) -> None:
-        """After all work that is already queued, queue a mark which says that the device begins
+        """Queue a mark behind all work that is already queued. The mark says that the device begins
         this step.
         """
 
@@ -42,8 +42,8 @@ class CollectiveMarks:
         """
 
     def before(self, kind: Kind) -> None:
-        """After all work that is already queued, queue a mark which says that the device begins a
-        collective.
+        """Queue a mark behind all work that is already queued. The mark says that the device begins
+        a collective.
         """
 
     def read(self) -> tuple[int, int] | None:

@@ -115,7 +115,7 @@ class AssumedDeployment:
 
     @property
     def config(self) -> Config:
-        """The configuration, in which an unsupported graph mode is replaced by a supported one."""
+        """The configuration, in which an unsupported graph mode is replaced by a supported mode."""
         return self.planner.config
 
     @property

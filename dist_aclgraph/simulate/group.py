@@ -104,7 +104,7 @@ class SimulatedGroup:
     Args:
         shares_plan_with: number of groups that share one plan and change it together, including
             this group. The other groups are assumed to have the same traffic as this group.
-        accepted: probability that a draft is accepted after all previous drafts were accepted.
+        accepted: probability that a draft is accepted, if all drafts before it were accepted.
         seed: seed of the random numbers that decide whether drafts are accepted.
         node: the files of the node on which the group runs; None if no copies of KV are kept.
         rates: the rates at which KV is copied.
@@ -179,8 +179,8 @@ class SimulatedGroup:
             self.copies = make_copies(self.scheduler, deployment, node, rates)
             block_s = deployment.bytes_of_files / rates.network
             self.fetches = SimulatedFetches(node, block_s, lambda: self.clock_s)
-        # Requests whose prompt was computed for another group, and whose blocks are not all in
-        # files yet.
+        # Requests whose prompt was computed for another group, and that still have blocks to be
+        # written to files.
         self._handing_over: list[Request] = []
         self._ranks_per_batch = deployment.layout.tp * deployment.layout.pcp
         self._flying: deque[tuple[StepPlan, LastStep]] = deque()  # steps in flight, oldest first
@@ -346,7 +346,7 @@ class SimulatedGroup:
         return counts
 
     def _end_step(self, step: LastStep, on_progress: OnProgress) -> None:
-        """Count a step, and advance the clock by its time."""
+        """Count a step, and advance the clock by the time that the step takes."""
         self.tally.add(self.clock_s, step)
         graph = step.graph
         if graph is None:
@@ -391,7 +391,7 @@ class SimulatedGroup:
         return bool(captures or releases)
 
     def _look_again(self) -> None:
-        """Like the controller, choose the buckets again if this is due."""
+        """Choose the buckets again if a new choice is due, as the controller does."""
         if not self._history.is_due(self.clock_s):
             return
         self._is_unseen = False

@@ -29,7 +29,7 @@ from dist_aclgraph.errors import ConfigError
 
 MAX_LINE_BYTES = 1 << 16
 MAX_TOKENS = 1 << 20  # maximum number of tokens of a batch or a prompt
-SPREAD = 0.7  # standard deviation of the logarithm of drawn lengths
+SPREAD = 0.7  # standard deviation of the logarithms of lengths that are drawn at random
 CHUNK = 1024  # number of requests that are drawn at once
 SHOWN = 80  # maximum number of characters of an invalid line in an error message
 

@@ -1,5 +1,6 @@
 """Simulates a load that several groups share. Two comparisons are possible: between two rules that
-choose the group of a request, and between a deployment with copies of KV and one without.
+choose the group of a request, and between a deployment with copies of KV and a deployment without
+copies.
 
 All groups run at the same time, but each has its own clock. The group whose clock shows the
 earliest time runs the next step. Before a request is sent, all groups are simulated up to the
@@ -140,7 +141,7 @@ class RoutedLoad:
             name = request.request_id
             coming = self._arrivals.pop(name)
             for other in self._groups.values():
-                if not other.is_busy:  # the clock of an idle group may be behind
+                if not other.is_busy:  # the clock of an idle group may show an earlier time
                     for _ in other.play_until(group.clock_s, lambda: None):
                         pass
             output = request.tokens[request.num_prompt_tokens :].tolist()

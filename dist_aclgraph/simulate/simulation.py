@@ -264,8 +264,8 @@ def _group_maker(
     times: StepTimes,
     num_blocks: int,
 ) -> Callable[..., SimulatedGroup]:
-    """Return a function that makes a simulated group of this kind. Its arguments are further
-    arguments of ``SimulatedGroup``.
+    """Return a function that creates a simulated group of this kind. The function passes its
+    arguments to ``SimulatedGroup``.
     """
     return partial(
         SimulatedGroup,

@@ -1,5 +1,5 @@
-"""Counts the steps of a simulation over time and by batch size. The dispatcher's own counts contain
-neither.
+"""Counts the steps of a simulation over time and by batch size. The dispatcher itself counts
+neither over time nor by batch size.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class TimeLine:
 
 @dataclass
 class Tally:
-    """Counts all steps of a group, once over time, and once by the batch: its number of tokens
-    without padding, and its query length.
+    """Counts all steps of a group twice: over time, and by the batch. A batch is described by its
+    number of tokens without padding and its query length.
 
     The query length is the number of tokens of each request in the batch; 0 if this number differs
     between requests.
@@ -132,7 +132,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class LastStep:
-    """The arguments of the last call of the dispatcher, and the graph that it returned."""
+    """The arguments of the last call of the dispatcher, and the graph that this call returned."""
 
     num_tokens: int
     query_len: int

@@ -14,7 +14,7 @@ from npu_emulator.version import VERSION
 
 
 def main(prog: str = "npu-emulator", packages: Sequence[Path] = ()) -> None:
-    """Build the libraries. With ``run``, then start a program on the emulated NPU.
+    """Build the libraries. If the command is ``run``, then start a program on the emulated NPU.
 
     Args:
         packages: further folders from which the program can import.

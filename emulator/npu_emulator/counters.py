@@ -42,7 +42,8 @@ def unaligned_operators(device: int | None = None) -> dict[str, int]:
 
 
 def rates() -> dict[str, float]:
-    """Return the rates from which the time model computes a device's times, by name.
+    """Return the rates from which the time model computes a device's times. The keys are their
+    names.
 
     Raises:
         EmulatorError: the emulator is not loaded.
@@ -68,7 +69,7 @@ def _read_numbers(function: str, device: int | None) -> dict[str, int]:
     return values
 
 
-@functools.cache  # profiled steps call this several times
+@functools.cache  # a profiled step calls this function several times
 def _reader(function: str) -> Callable[[int], bytes | None]:
     read = getattr(ctypes.CDLL("libascendcl.so"), function)
     read.restype = ctypes.c_char_p

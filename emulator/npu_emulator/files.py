@@ -35,7 +35,7 @@ def read_rates(path: str | Path) -> dict[str, str]:
     Raises:
         EmulatorError: the file cannot be read, or is not a map of rates.
     """
-    import yaml  # only programs with a file of rates need it
+    import yaml  # only programs with a file of rates need yaml
 
     try:
         values = yaml.safe_load(Path(path).read_text())

@@ -1,4 +1,5 @@
-"""Loads the emulated CANN libraries, torch and torch_npu into this process, or into another one.
+"""Loads the emulated CANN libraries, torch and torch_npu into this process, or into another
+process.
 
 The order matters: torch is loaded between two groups of libraries, because the second group links
 against libtorch_cpu.
@@ -70,7 +71,7 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
 
 def preload() -> None:
     """Load all libraries without settings, and open no device. In a process that is forked
-    afterwards, ``load`` only has to apply the settings, and is fast.
+    afterwards, ``load`` is fast, because it only has to apply the settings.
 
     Raises:
         BuildError: see ``build``.
@@ -114,7 +115,9 @@ def run(
 
 
 def _load_runtime() -> ctypes.CDLL:
-    """Load the libraries that must precede torch. Return the first one, which has the settings."""
+    """Load the libraries that must precede torch. Return the first library, which stores the
+    settings.
+    """
     check_torch()
     folder = build()
     runtime, *_ = [_preload(folder, name) for name in _BEFORE_TORCH]

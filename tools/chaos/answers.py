@@ -78,7 +78,9 @@ class Pause:
 
 
 def longest_pause(times_s: Sequence[float], struck_s: float) -> Pause | None:
-    """Of the intervals without a delta that ended after ``struck_s``, return the longest."""
+    """Return the longest interval without a delta, among the intervals that ended after
+    ``struck_s``.
+    """
     found = [Pause(a, b) for a, b in pairwise(sorted(times_s)) if b > struck_s]
     return max(found, key=lambda pause: pause.length_s, default=None)
 
@@ -89,7 +91,7 @@ def first_after(times_s: Sequence[float], at_s: float) -> float | None:
 
 
 def count_different(answers: Sequence[Answer], wanted: Sequence[Answer]) -> int:
-    """Count the answers whose tokens differ from those of the answer for the same body in
-    ``wanted``.
+    """Compare each answer with the answer in ``wanted`` for the same body. Count the answers whose
+    tokens differ.
     """
     return sum(answer.differs(wanted[answer.body]) for answer in answers)

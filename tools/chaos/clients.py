@@ -15,7 +15,7 @@ import httpx
 from tools.chaos.answers import OK, Answer
 
 PATH = "/v1/completions"
-TIMEOUT_S = 400.0  # time limit between two bytes; longer than requests wait for a group
+TIMEOUT_S = 400.0  # time limit between two bytes; longer than a request may wait for a group
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # each client of httpx needs a context
 SMALL_BUFFER = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
 

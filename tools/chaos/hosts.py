@@ -1,5 +1,5 @@
-"""Ray on several hosts. Each host is a set of Linux namespaces on this machine. Making namespaces
-needs root.
+"""Ray on several hosts. Each host is a set of Linux namespaces on this machine. Only root can
+create namespaces.
 
 The head has no NPUs. On each host, a shell starts Ray again whenever Ray has ended, as systemd does
 with the units in cluster/systemd.
@@ -131,7 +131,7 @@ class Hosts:
 
     def fail(self, node: Node) -> None:
         """End all processes of a host at once, like a power failure. Other hosts get no message
-        about it.
+        about the failure.
         """
         node.set_link(False)
         folders = f"{SHARED_MEMORY} {PRIVATE} {node.temporary}"
@@ -208,7 +208,7 @@ def _has(node: Node, name: str) -> bool:
 
 @contextmanager
 def hosts(count: int, npus: int) -> Iterator[Hosts]:
-    """Make a head, and ``count`` other hosts with ``npus`` NPUs each. End all hosts when the
+    """Create a head, and ``count`` other hosts with ``npus`` NPUs each. End all hosts when the
     context ends.
 
     Raises:

@@ -112,6 +112,6 @@ def judge(
 
 
 def first_without(sights: Sequence[Sight], struck_s: float, num_groups: int) -> float | None:
-    """Return the first time after a strike at which not all groups served."""
+    """Return the first time after a strike at which at least one group did not serve."""
     seen = (s.at_s for s in sights if s.at_s >= struck_s and s.serving < num_groups)
     return min(seen, default=None)

@@ -279,8 +279,8 @@ async def drop(work: Coroutine[Any, Any, Any]) -> None:
 
 
 async def wait_for_running(service: Service, count: int) -> None:
-    """Wait until this number of requests runs. The wait is limited, because some requests may have
-    ended before.
+    """Wait until this number of requests runs. The wait is limited, because some of the requests
+    may already have ended.
     """
     until_s = time.monotonic() + RUNNING_S
     while (await asyncio.to_thread(service.metrics)).get("num_requests_running", 0) < count:

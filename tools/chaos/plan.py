@@ -80,8 +80,8 @@ class Fault:
 
     Attributes:
         second: a fault that is injected during the recovery from the first fault; None if there is
-            no second fault. A fault of a capture is injected during a capture. Any other fault is
-            injected when the first fault is noticed.
+            no second fault. A fault of a capture is injected during a capture. Any other second
+            fault is injected when the service notices the first fault.
     """
 
     kind: Kind

@@ -338,11 +338,11 @@ class Rig:
         return found[target % len(found)]
 
     def _repair(self, kind: Kind, victim: int | None, host: Node | None, struck_s: float) -> bool:
-        """Undo a fault of a host if no service can undo it. Return whether ``kind`` is such a
+        """Undo a fault of a host that the service cannot undo. Return whether ``kind`` is such a
         fault.
 
-        First wait until Ray has noticed that the host is lost. Then start the host again, or let
-        its stopped node manager continue.
+        First wait for ``DOWN_S``, or until Ray has noticed that the host is lost. Then connect the
+        host again, start it again, or let the stopped process continue.
         """
         if self._hosts is None:
             return False
@@ -368,7 +368,9 @@ class Rig:
         return True
 
     def _missing_hosts(self) -> list[str]:
-        """If Ray does not run on all hosts, return one line that says so; otherwise, none."""
+        """Return a line with the number of hosts on which Ray does not run; empty if there are
+        none.
+        """
         if self._hosts is None:
             return []
         count = len(self._hosts.all) - self._hosts.num_alive()

@@ -2,7 +2,8 @@
 them.
 
 The service leads a process session, and on each machine, all temporary files of its processes are
-in one folder. So the rig can distinguish the processes and files of the service from others.
+in one folder. So the rig can distinguish the processes and files of the service from other
+processes and files.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Place(Protocol):
         """
 
     def temporary(self, folder: Path) -> list[Path]:
-        """Return the folders in which processes of the service make their run directories."""
+        """Return the folders in which processes of the service create their run directories."""
 
 
 class ThisMachine:
@@ -192,8 +193,8 @@ class Service:
         return sorted(p for p in found if processes.name_of(p).startswith(name))
 
     def by_name(self) -> dict[str, list[int]]:
-        """Return the living processes of the service, by name. A process that runs a script has the
-        name of the script's file.
+        """Return the ids of the service's living processes. The keys are the names of the
+        processes. A process that runs a script has the name of the script's file.
         """
         found: dict[str, list[int]] = {}
         for pid in self._all():
@@ -213,12 +214,12 @@ class Service:
         return [memory for memory, _ in self._place.memories()]
 
     def dead_segments(self) -> list[Path]:
-        """Return those of HCCL's shared memory segments that were made since the start, and whose
-        makers have exited.
+        """Return those of HCCL's shared memory segments that were created after the start of the
+        service, by processes that have exited.
         """
-        # Other services make segments, too, but the makers of their segments are alive. The living
-        # processes are listed after the segments, so that the maker of a new segment is in the
-        # list.
+        # Other services create segments, too, but the processes that created these segments are
+        # alive. The living processes are listed after the segments, so that the list contains the
+        # process that has just created a new segment.
         found = []
         for memory, living in self._place.memories():
             if new := sorted(_segments(memory) - self._segments):
@@ -227,7 +228,9 @@ class Service:
         return found
 
     def segments(self) -> set[Path]:
-        """Return those of HCCL's shared memory segments that were made since the start."""
+        """Return those of HCCL's shared memory segments that were created after the start of the
+        service.
+        """
         return self._all_segments() - self._segments
 
     def _all_segments(self) -> set[Path]:
@@ -298,7 +301,7 @@ class Service:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _kill_once(self) -> bool:
-        """End all living processes of the service. Return whether there were none.
+        """End all living processes of the service. Return True if no process was alive.
 
         The caller repeats this call, because a process that is being started now may appear only
         later.
@@ -351,8 +354,8 @@ def _segments(memory: Path) -> set[Path]:
 
 
 def _maker_of(segment: Path) -> int:
-    """Return the id of the process that made a segment, which is part of the segment's name; 0 if
-    the name contains none.
+    """Return the id of the process that created a segment. The id is part of the segment's name; 0
+    if the name contains no id.
     """
     with contextlib.suppress(ValueError, OSError):
         name = segment.name if segment.name.startswith(SEGMENTS[0]) else segment.read_text()

@@ -32,12 +32,11 @@ class Shape:
 
     Attributes:
         config: name of a file in ``configs/``.
-        operator, collective: names of two operators. Faults that make an operator or a collective
-            fail or stall use them.
+        operator, collective: names of the operator and of the collective that faults hit.
         attention, linear: names of two operators for memory faults. The memory of their second
             operand (the keys, or a weight) becomes faulty.
-        num_streams: number of requests that are sent at the same time. All their bodies are
-            different.
+        num_streams: number of requests that are sent at the same time. No two of these requests
+            have the same body.
         has_files: whether copies of KV blocks are kept in files.
         npus: number of NPUs of each host if the deployment runs on several hosts.
         num_hosts: number of such hosts that the deployment needs for all its groups.

@@ -27,7 +27,7 @@ from dist_aclgraph.topology import WorldRank
 # Minimum number of steps between two captures. With this distance, no token waits for more than one
 # capture.
 STEPS_BETWEEN = 16
-MAX_FAILURES = 100  # maximum number of messages in ``failures``; each failed retry adds one
+MAX_FAILURES = 100  # maximum number of messages in ``failures``; each failed retry adds a message
 PATIENCE_STEPS = 200  # after this many steps, a change is made although requests are about to start
 
 
@@ -70,7 +70,7 @@ class ChannelRanks:
 
 @dataclass
 class GraphChanges:
-    """Owns the changes that have not been made yet.
+    """Owns the changes that were requested, but are not complete yet.
 
     Attributes:
         costs: for each existing graph, its highest cost on any rank.

@@ -1,11 +1,11 @@
 """Changes a lockstep group's graphs: one graph at a time, on all ranks or on no rank.
 
-The order is: prepare, vote, capture, vote, commit. Each action has a deadline. A rank's vote after
-the capture contains a digest of the recorded operators. If the digests differ, the graph is
-refused, because ranks with different graphs would hang in the first replay. A capture that fails on
-one rank is undone on all ranks. Then every rank checks that its memory pool is not larger than
-before the capture. If the device reports its number of free streams, every rank also checks that
-this number is the same as before the capture.
+The order of the actions is: prepare, vote, capture, vote, commit. Each action has a deadline. A
+rank's vote after the capture contains a digest of the recorded operators. If the digests differ,
+the graph is refused, because ranks with different graphs would hang in the first replay. A capture
+that fails on one rank is undone on all ranks. Then every rank checks that its memory pool is not
+larger than before the capture. If the device reports its number of free streams, every rank also
+checks that this number is the same as before the capture.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Captures a plan in lockstep: the largest graph first, each graph on all ranks or on no rank.
 
-A graph whose capture fails on one rank is undone on all ranks. Then the plan loses the graphs for
-which a rank does not have enough resources. Every rank adopts the new plan before the next capture.
+A graph whose capture fails on one rank is undone on all ranks. Then the graphs for which a rank
+does not have enough resources are removed from the plan. Every rank adopts the new plan before the
+next capture.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def agree(
 def probe_graphs(
     transaction: GraphTransaction, graphs: Iterable[BatchDescriptor], offers: Sequence[StreamOffer]
 ) -> list[StreamOffer]:
-    """Capture and release each graph. Return the ranks' offers of resources, with each rank's
-    measured costs.
+    """Capture and release each graph. Return the ranks' offers of resources, with the cost of each
+    graph as measured on the rank.
 
     If a graph is too large for a rank, the offers contain no costs for that graph.
     """

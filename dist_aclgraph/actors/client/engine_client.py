@@ -190,7 +190,7 @@ class EngineClient:
             return self._table.router.block_names(pack_ints(prompt_ids), cache_salt)
 
     def blocks_of(self, group: str) -> BlockSource | None:
-        """Return where other groups can fetch the KV blocks of ``group``; None if they cannot."""
+        """Return the source of ``group``'s KV blocks for other groups; None if there is none."""
         with self._lock:
             found = (each.blocks for each in self._table.engines.values() if each.name == group)
             return next(found, None)
@@ -213,7 +213,7 @@ class EngineClient:
         self.raise_if_dead()
         asked: list[OpenQuery] = []
         for engine in self._known():
-            # The query is opened before the check, so that a loss after the check ends the query.
+            # The query is opened before the check: if the engine is lost later, the query ends.
             opened = self._queries.open(engine, what)
             with self._lock:
                 is_gone = engine.dead_because or engine.url not in self._table.engines
@@ -273,7 +273,7 @@ class EngineClient:
         return self._closing.wait(timeout_s)
 
     def routed(self) -> dict[str, RoutedCounts]:
-        """Return the counts of the requests that were routed to each group, by the group's name."""
+        """Return how many requests were routed to each group; the keys are the groups' names."""
         with self._lock:
             return self._table.routed()
 
@@ -500,7 +500,7 @@ class EngineClient:
                 self._tell(on_delta, failed(delta.request_id, error))
 
     def _lose(self, engine: KnownEngine, reason: str) -> None:
-        """Let other engines continue the requests of ``engine``, and end the queries to it."""
+        """Let other engines continue the requests of ``engine``. End the queries to ``engine``."""
         # The lock is held until all requests are moved. So an abort never sees a request between
         # two engines.
         with self._lock:

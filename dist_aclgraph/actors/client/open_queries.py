@@ -68,7 +68,8 @@ class OpenQueries:
     def wait(
         self, asked: Sequence[OpenQuery], timeout_s: float, problem: str
     ) -> dict[str, dict[str, Any]]:
-        """Return the answers that arrive before the timeout, by the name of the engine's group.
+        """Return the answers that arrive before the timeout. The keys are the names of the engines'
+        groups.
 
         Args:
             problem: text of the error that is raised if no engine was queried, or if all queried

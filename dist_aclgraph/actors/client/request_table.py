@@ -42,13 +42,13 @@ class RequestTable:
     The client's lock guards this object. No method waits or calls a request's callback.
 
     Args:
-        router: chooses among engines by their URLs.
+        router: chooses an engine for a request. The router knows the engines by their URLs.
         recovery: how requests wait while no group accepts requests. If None, requests do not wait,
             but fail.
         send: queues a request for an engine.
 
     Attributes:
-        engines: the engines by their URLs. The router uses the same URLs.
+        engines: maps the URL of each engine to the engine. The router uses the same URLs.
         num_resumed: how many requests were resumed on another engine.
         losses: number of lost engines for each kind of loss.
     """
@@ -65,7 +65,8 @@ class RequestTable:
         self.outage = Outage(recovery)
         self.router = router
         self._send = send
-        # The keys are request ids. The values are the engine, and the request's number there.
+        # The keys are request ids. The values are the engine, and the request's number on this
+        # engine.
         self._owner: dict[str, tuple[KnownEngine, int]] = {}
         self._trials = Trials()
         # requests whose prompt was computed, and which must continue on another engine
@@ -118,7 +119,7 @@ class RequestTable:
         return self.outage.outlook.failure or "; ".join(losses) or STOPPING
 
     def routed(self) -> dict[str, RoutedCounts]:
-        """Return the counts of the requests that were routed to each group, by the group's name."""
+        """Return how many requests were routed to each group; the keys are the groups' names."""
         counts = self.router.counts
         return {engine.name: replace(counts[engine.url]) for engine in self.engines.values()}
 

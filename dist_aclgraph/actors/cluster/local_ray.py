@@ -78,8 +78,8 @@ class ConnectedRay:
 
     Args:
         silent_s: if Ray's control store is silent for this number of seconds, Ray counts as dead.
-            With ``math.inf``, silence never counts.
-        daemons: names of Ray's daemons on this machine, by process id.
+            With ``math.inf``, Ray never counts as dead because of silence.
+        daemons: maps the process id of each of Ray's daemons on this machine to the daemon's name.
         clock: monotonic, in seconds.
 
     Attributes:
@@ -95,7 +95,7 @@ class ConnectedRay:
         self.death = ""
         self._daemons = daemons
         self._stopped = threading.Event()
-        # The time between two checks of a silent Ray: the timeout of a check, and a pause of a
+        # The time between two checks of a silent Ray: the timeout of a check plus a pause of a
         # second.
         self._silence = Silence(silent_s, clock, every_s=ASK_S + RETRY_S)
         self._node_id = NodeID.from_hex(ray.get_runtime_context().get_node_id())
@@ -148,7 +148,7 @@ class LocalRay(ConnectedRay):
     Owns the processes of this Ray, and the ``ProcessStarter`` that starts Ray's workers.
 
     Args:
-        daemons: names of Ray's daemons, by process id.
+        daemons: maps the process id of each of Ray's daemons to the daemon's name.
     """
 
     def __init__(self, daemons: dict[int, str], starter: ProcessStarter) -> None:
@@ -238,7 +238,7 @@ def start_ray(
 
 
 def _join(address: str, *, waits: bool) -> None:
-    """Connect to a cluster. If ``waits``, try again until the cluster answers."""
+    """Connect to a cluster. If ``waits`` is True, try again until the cluster answers."""
     while True:
         try:
             return _init(address)
@@ -266,7 +266,7 @@ def joined(
 
 
 def _raylet_of_this_node() -> int | None:
-    """Return the process id of this node's raylet; None if the raylet has another PID namespace."""
+    """Return the id of this node's raylet process; None if it is in another PID namespace."""
     node = ray_worker.global_worker.node
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(node.raylet_socket_name)
@@ -372,7 +372,7 @@ def _only_ray() -> str:
     """Return the address with which Ray finds the only Ray on this machine.
 
     Raises:
-        PlacementError: several Rays run on this machine. Ray would choose an arbitrary one.
+        PlacementError: several Rays run on this machine. Ray would choose one of them arbitrarily.
     """
     found = sorted(find_gcs_addresses())
     if len(found) > 1:
@@ -428,8 +428,9 @@ def own_process_group() -> Iterator[None]:
 
     ``timeout``, a shell or a supervisor sends signals to whole groups. Without this function, such
     a signal would end Ray's daemons before the driver has stopped gracefully. If this process leads
-    its group, the child processes stay in that group. If this process was the last member of its
-    group, for example after a script has ended, this process leads a new group after this context.
+    its group, the child processes start in this group all the same. If this process was the last
+    member of its group, for example after a script has ended, this process leads a new group after
+    this context.
     """
     group = os.getpgrp()
     if group == os.getpid():

@@ -2,7 +2,7 @@
 each node.
 
 If a node does not answer a question in time, the node gets no more questions, so that later
-questions do not wait for it.
+questions do not wait for this node.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class NodeProbe:
         self._sockets: list[socket.socket] = []
 
     def answer(self, question: Callable[[], Any]) -> Any:
-        """Answer a question by a function of the package version that is installed on this node."""
+        """Answer a question by a function of this package, in this node's version of it."""
         return question()
 
     def listen(self, host: str, ports: Sequence[int]) -> OpenPorts:
@@ -87,8 +87,8 @@ class NodeProbes:
     """The probes of all living nodes.
 
     Attributes:
-        nodes: nodes that have answered all questions so far, by name.
-        silent: for each node that did not answer, by its name: the reason.
+        nodes: maps names to nodes: the nodes that have answered all questions so far.
+        silent: maps the name of each node that did not answer to the reason.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -109,7 +109,9 @@ class NodeProbes:
         }
 
     def call(self, method: str, arguments: Callable[[Node], Sequence[object]]) -> dict[str, Any]:
-        """Call a method of all probes; return the answers that arrive in time, by node name."""
+        """Call a method of all probes. Return the answers that arrive in time. The keys are the
+        names of the nodes.
+        """
         refs = {
             getattr(self._actors[name], method).remote(*arguments(node)): name
             for name, node in self.nodes.items()
@@ -148,8 +150,8 @@ def probe_nodes(timeout_s: float) -> Iterator[NodeProbes]:
 
 
 def lost_nodes() -> list[str]:
-    """Return the addresses of nodes that Ray has lost. An address at which a node lives again is
-    left out.
+    """Return the addresses of nodes that Ray has lost. If another node with the same address is
+    alive, the address is left out.
     """
     here = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     return sorted({node["NodeManagerAddress"] for node in ray.nodes()} - here)

@@ -12,8 +12,8 @@ from dist_aclgraph.errors import PlacementError
 class Spares:
     """Owns placement groups in which no worker runs: the spares.
 
-    After ``give`` has released a placement group, ``refill`` requests another one. Ray places the
-    requested one when NPUs are free, e.g. after a node has returned.
+    After ``give`` has released a placement group, ``refill`` requests another placement group. Ray
+    places the requested group when NPUs are free, e.g. after a node has returned.
 
     Args:
         deployment: name of the deployment; names of the placement groups begin with it.

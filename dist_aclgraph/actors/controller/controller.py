@@ -118,8 +118,8 @@ class Controller:
         return self._failure if self._upkeep is None else self._upkeep.failure
 
     def handover(self) -> Handover:
-        """Return the values that a next controller needs. The caller uses the answer as a
-        heartbeat, too.
+        """Return the values that a new controller would need. For the caller, the answer is also
+        this controller's heartbeat.
         """
         slowest_s = self._start_limit.slowest_s
         if self._serving is None:
@@ -144,8 +144,8 @@ class Controller:
         groups = self._groups if self._serving is None else list(self._serving.groups)
         lost_groups: list[str] = []
         missing_groups = {"count": 0, "reason": ""}
-        # Losses and missing groups are read before the engines are asked, because a dying engine
-        # may not answer in time.
+        # Losses and missing groups are read first, because the call after this can wait for a dying
+        # engine.
         if self._serving is not None and self._upkeep is not None:
             lost_groups = self._serving.watch.losses()
             missing_groups = {"count": self._serving.num_missing, "reason": self._upkeep.trouble}

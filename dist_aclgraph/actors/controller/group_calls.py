@@ -80,8 +80,8 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
         report=report,
     )
     serving: Any = group.engine.serve.remote(settings)
-    # If a worker dies, its loop ends. This wait also ends with the first loop that ends, so that a
-    # dead worker is noticed at once.
+    # If a worker dies, its loop ends. The wait ends as soon as one loop has ended, so that a dead
+    # worker is noticed at once.
     ready, _ = ray.wait([serving, *group.loops], num_returns=1, timeout=timeout_s)
     if not ready:
         raise WorkerError(f"no step loop within {timeout_s:g} s", phase="CAPTURING")
@@ -181,7 +181,7 @@ def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
     """End the loops of engines and workers. Then let one process on each node delete those copies
-    of KV in memory that no other group uses. At last, kill the processes that still run.
+    of KV in memory that no other group uses. Finally, kill the processes that still run.
     """
     stopping = {group.engine.stop.remote(): group for group in groups if group.engine is not None}
     loops = [ref for group in stopping.values() for ref in group.loops]

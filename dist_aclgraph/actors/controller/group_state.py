@@ -13,7 +13,8 @@ class GroupState(Enum):
     DRAINING: the group accepts no new requests, and finishes its running requests.
     LOST: a rank or the engine has failed. Other groups continue the requests. Workers that are
         still alive can join a new group.
-    DETACHED: the group is lost. Its surviving workers have left it, and wait to join a new group.
+    DETACHED: the group is lost. Its surviving workers have left the group, and wait to join a new
+        group.
     ABANDONED: the group is lost. All its workers were killed, and its NPUs are free.
     """
 

@@ -44,8 +44,8 @@ class _Heartbeat:
         if ray.wait([self._answer], timeout=0)[0]:
             self._silence.heard()
             self._number += 1
-            # The answer may be an error. This does not prove the actor's death; only the end of the
-            # actor's running call (``_owner``) proves it.
+            # The answer may be an error. An error does not prove that the actor is dead. Only the
+            # end of the actor's running call (``_owner``) proves its death.
             self._answer = self._ask(self._number)
         elif self._silence.listen():
             return f"it has not answered for {self._silence.silent_s:.1f} s, not even a heartbeat"
@@ -174,8 +174,8 @@ class GroupWatch:
         except DistAclGraphError as e:
             self._lose(group, str(e), rank)
             return
-        # The worker's loop ended because the engine has ended its step loop. The engine itself
-        # tells its clients the reason.
+        # The worker's loop ended because the engine's loop has ended. The engine itself tells its
+        # clients the reason.
         with self._lock:
             self._owner.pop(ended, None)
 
@@ -195,7 +195,7 @@ class GroupWatch:
                 ray.kill(group.engine)
 
     def _lose(self, group: LockstepGroup, reason: str, rank: WorldRank | None = None) -> None:
-        """End the epoch of a group. Let its engine tell the reason to the clients.
+        """End the epoch of a group, and let the group's engine tell the clients the reason.
 
         If no worker of the group can join a new group (``survivors.py``), all its workers are
         killed.

@@ -48,7 +48,7 @@ class LockstepGroup:
     pool_bytes: int = 0
     lazy_capacity: int = 0
     loops: list[Any] = field(default_factory=list)
-    number: int = 0  # clients use this number as the group's name; no other group gets it later
+    number: int = 0  # clients use this number as the group's name; it is never used again
     opened_at: Address | None = None  # address at which clients reach the group's engine
     blocks_at: BlockSource | None = None  # address at which other groups fetch the KV of prompts
     # Workers that look after the files of KV blocks on their nodes, instead of the engine.
@@ -70,8 +70,8 @@ class LockstepGroup:
     def enter(self, to: GroupState) -> bool:
         """Enter a state if the table allows the transition; return whether the state was entered.
 
-        Callers must check the result: the thread of ``GroupWatch`` may have changed the state to
-            LOST meanwhile.
+        Callers must check the result, because the thread of ``GroupWatch`` may have changed the
+        state to LOST meanwhile.
         """
         with self._entering:
             is_allowed = to in GROUP_TRANSITIONS[self.state]

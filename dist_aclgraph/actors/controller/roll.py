@@ -1,5 +1,5 @@
-"""Checks that a roll changes only keys that may change. Makes the error text of a roll that ended
-early.
+"""Checks that a roll changes only keys that may change. Also writes the error text for a roll that
+ended early.
 """
 
 from __future__ import annotations

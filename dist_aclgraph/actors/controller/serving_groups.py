@@ -106,8 +106,8 @@ class ServingGroups:
 
     @property
     def config(self) -> Config:
-        """The configuration that the next added group gets: the configuration of the group that
-        started last.
+        """The configuration of the group that started last. The next group that is added gets the
+        same configuration.
         """
         return self._planner.config
 
@@ -477,8 +477,8 @@ def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
 def surplus(groups: Sequence[LockstepGroup], count: int) -> list[LockstepGroup]:
     """Return the groups that must be drained so that ``count`` groups remain.
 
-    Prefill groups are drained last, but at least one other group remains. Of two groups of the same
-    kind, the newer one is drained first.
+    Prefill groups are drained last, but at least one group that is no prefill group remains. Of two
+    groups of the same kind, the newer one is drained first.
 
     Args:
         groups: the groups that accept requests, the oldest first.

@@ -1,6 +1,6 @@
 """The phases from configuration to captured graphs, for all groups of a start in parallel.
 
-Lockstep groups wait for each other only when they make their common plan. Each phase has a
+Lockstep groups wait for each other only when they agree on a common plan. Each phase has a
 deadline. An error names the rank and the phase.
 """
 
@@ -105,7 +105,7 @@ class Startup:
         lost ranks.
 
         Args:
-            left: the workers of the lost group, by rank. All ranks that are not in ``lost`` have
+            left: the workers of the lost group. The workers whose ranks are not in ``lost`` have
                 left that group.
 
         Raises:
@@ -278,7 +278,9 @@ class Startup:
     # ---- the plan
 
     def _make_runners(self, group: LockstepGroup) -> None:
-        """Let every rank make a runner for trial steps; its KV cache has few blocks."""
+        """Let every rank create a runner for trial steps. The KV cache of such a runner has few
+        blocks.
+        """
         timeout_s = self._config.timeouts.negotiate_s
         query_len = self._config.speculative.num_tokens + 1
         # The smallest batch, which is used for an eager step if no graph will be captured.
@@ -293,8 +295,8 @@ class Startup:
             for_each_rank(num_blocks, self._planner.max_model_len, largest),
         )
         # To prepare a graph, a rank runs an eager step, which creates the HCCL domains and the side
-        # streams. A rank's offer must include these streams, so all graphs are prepared before the
-        # offers.
+        # streams. A rank's offer must include these streams, so all graphs are prepared before
+        # ranks make offers.
         for graph in largest:
             answers = group.workers.carry_out("prepare", timeout_s, graph)
             for rank, answer in zip(group.workers.ranks, answers, strict=True):

@@ -13,7 +13,7 @@ class State(Enum):
     PLACING: Ray looks for NPUs and starts one worker actor for each NPU.
     JOINING: workers open their devices and form the HCCL groups.
     LOADING: each worker reads its slice of the weights.
-    NEGOTIATING: one plan is made from the offers; every rank confirms the plan's hash.
+    NEGOTIATING: one plan is computed from the offers; every rank confirms the plan's hash.
     CAPTURING: all ranks capture the buckets in lockstep, the largest bucket first.
     SERVING: steps run.
     RECOVERING: all groups are lost. New groups are started instead, and requests wait for them.
@@ -40,7 +40,8 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.JOINING: frozenset({State.LOADING, State.STOPPED}),
     State.LOADING: frozenset({State.NEGOTIATING, State.STOPPED}),
     State.NEGOTIATING: frozenset({State.CAPTURING, State.SERVING, State.STOPPED}),
-    # If the capture of a bucket fails, the plan loses buckets, and the ranks confirm the new plan.
+    # If the capture of a bucket fails, buckets are removed from the plan, and the ranks confirm the
+    # new plan.
     State.CAPTURING: frozenset({State.NEGOTIATING, State.SERVING, State.STOPPED}),
     State.SERVING: frozenset({State.RECOVERING, State.DRAINING, State.STOPPED}),
     State.RECOVERING: frozenset({State.SERVING, State.STOPPED}),

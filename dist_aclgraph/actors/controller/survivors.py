@@ -2,8 +2,8 @@
 
 A worker is a survivor if all of the following is true: its process answers; its step loop ended
 gracefully or because the engine died; its device can be stopped and used again; the failure has not
-damaged its memory. All other workers are killed. ``gather_survivors`` returns after the bundles of
-these other workers are free.
+damaged the memory of the device. All other workers are killed. ``gather_survivors`` returns after
+the bundles of these other workers are free.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -
     """Let these workers leave their group. Return the ranks of the workers that did not leave in
     time.
 
-    Each worker is dismissed first: its step loop does not end by itself if the engine hangs, or if
-        the engine's node has died.
+    First, each worker is told to end its step loop, because the loop does not end by itself if the
+    engine hangs, or if the engine's node has died.
     """
     for rank in ranks:
         group.workers.workers[rank].dismiss.remote()
@@ -97,7 +97,8 @@ def _end(group: LockstepGroup, ranks: Sequence[GroupRank]) -> bool:
 
     Ray counts an actor as dead as soon as it is asked to kill the actor, although the process may
     still run. Ray also notices the death of a node late. So Ray's answers do not show whether a
-    process has ended, and a survivor on the same node kills the process and waits for its end.
+    process has ended. Instead, a survivor on the same node kills the process, and waits for the end
+    of the process.
     """
     workers, infos = group.workers.workers, group.workers.infos
     ending = []

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from dist_aclgraph.config import Config
 
-# A controller numbers its groups, and the versions of its group list, from a multiple of these
-# values on. It makes fewer groups and versions than these values, so no two controllers use the
-# same number.
+# A controller begins to number its groups at a multiple of GROUPS_OF_A_TERM, and the versions of
+# its group list at a multiple of VERSIONS_OF_A_TERM. It creates fewer groups and fewer versions
+# than these values, so no two controllers use the same number.
 GROUPS_OF_A_TERM, VERSIONS_OF_A_TERM = 1_000, 1 << 32
 
 
@@ -22,7 +22,8 @@ class Term:
         max_model_len: the context length that was promised to clients; 0 before the first promise.
         num_groups: how many groups should accept requests; 0 for the number in the configuration.
         slowest_start_s: how long the slowest start of a group's processes took, in seconds; None if
-            no group has started yet. The time limit of later starts depends on it (``StartLimit``).
+            no group has started yet. The time limit of later starts depends on this time
+            (``StartLimit``).
     """
 
     number: int
@@ -34,7 +35,7 @@ class Term:
     @property
     def first_group(self) -> int:
         """The number of this controller's first group. No other controller of the deployment uses
-        it.
+        this number.
         """
         return self.number * GROUPS_OF_A_TERM
 

@@ -133,7 +133,7 @@ class ControllerKeeper:
         self._term = Term(0, reach.token, reach.max_model_len)
         self._silence = Silence(LEASES * config.timeouts.link_s)
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
-        # locked while a controller is made, so that no controller is made after ``stop``
+        # locked while a controller is created, so that none is created after ``stop``
         self._making = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="controller-keeper", daemon=True)
@@ -150,14 +150,14 @@ class ControllerKeeper:
         """Stop the checks, start no other controller, and return the last controller."""
         with self._making:
             self._stopping.set()
-        self._thread.join(JOIN_S)  # its calls after ray.shutdown() would start another Ray
+        self._thread.join(JOIN_S)  # the thread's calls after ray.shutdown() would start another Ray
         return self.controller
 
     def end_by_force(self) -> None:
         """Kill the last controller, and free the NPUs of its deployment."""
         end_by_force(self.controller, self._name)
         # Ray can only ask a process of a fork server to end. A process that SIGSTOP has stopped
-        # does not react to this.
+        # does not react to this request.
         processes.kill_handles(self._process)
 
     def _run(self) -> None:

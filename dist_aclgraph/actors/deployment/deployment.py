@@ -99,7 +99,8 @@ class RayDeployment(Deployment):
             RayDiedError: Ray has died or hangs.
             EngineDeadError: the deployment will not serve again; the message says why.
         """
-        # This is checked first, because calls to Ray hang if its control store is dead.
+        # A known end is reported before Ray is called, because calls to Ray hang if its control
+        # store is dead.
         self._raise_end()
         if self._connected is not None:
             self._connected.look()

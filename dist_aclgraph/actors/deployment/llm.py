@@ -86,7 +86,7 @@ class LLM:
     Args:
         model: a model's directory, a model's name, a configuration, or the path of a configuration
             file.
-        overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``. They replace ``options``.
+        overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``; stronger than ``options``.
         start: a function that starts the deployment, by default on Ray.
         options: options of vLLM, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; see the
             list in ``vllm_options.py``.

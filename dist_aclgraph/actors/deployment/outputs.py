@@ -140,7 +140,7 @@ class ScoringRequestOutput:
 
 
 def as_logprobs(row: RowLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """Return log-probabilities by token id: the chosen token first, then the most probable."""
+    """Return log-probabilities by token id: the chosen token, then the most probable tokens."""
     return {
         token_id: Logprob(logprob, rank, tokenizer.own_text(token_id))
         for token_id, (logprob, rank) in row.ranked().items()

@@ -48,9 +48,9 @@ class CopyLink:
         return self._scheduler.copies.is_running or self._scheduler.copies.is_looking
 
     def num_read(self) -> dict[str, int]:
-        """Return how many blocks were read from each tier, by the tier's name. If each of several
-        workers reads a part of the same blocks, only one worker is counted. Any thread may call
-        this.
+        """Return how many blocks were read from each tier. The keys are the names of the tiers. If
+        each of several workers reads a part of the same blocks, only one worker is counted. Any
+        thread may call this.
         """
         found: Counter[str] = Counter()
         for rank in self._scheduler.owners:

@@ -145,7 +145,7 @@ class Engine:
         self._lease.renew(number)
         if (now_s := time.monotonic()) >= self._next_sweep_s:
             self._next_sweep_s = now_s + SWEEP_S
-            sweep()  # a stopped engine can end after the engine that replaced it has started
+            sweep()  # removes directories of engines that ended after this engine had started
 
     # ---- from the start of the engine to its end
 
@@ -274,8 +274,8 @@ class Engine:
                 "restarts_left": self._restarts.num_left(time.monotonic()),
             },
         )
-        # The objects that exist now live until the engine ends, so later garbage collections skip
-        # these objects.
+        # All objects that exist at this point stay alive until the engine ends, so later garbage
+        # collections skip them.
         gc.collect()
         gc.freeze()
         self._log.group, self._log.get_epoch = settings.group, lambda: scheduler.epoch
@@ -371,8 +371,8 @@ class Engine:
             event(logger, "engine_stopping")
             self._loop.stop()
             self._thread.join(timeout=self._config.timeouts.stop_s)
-        # These threads can hang in a file system, so the wait is limited. The limit leaves time for
-        # the later call of ``leave_copies``.
+        # The threads that fetch or send files can hang in a file system, so the wait for them is
+        # limited. The limit leaves time for the later call of ``leave_copies``.
         limit_s = self._config.timeouts.stop_s / 4
         if self._fetches is not None:
             self._fetches.close(limit_s)

@@ -93,7 +93,7 @@ class EngineLoop:
     Args:
         vocab_size: number of token ids of the model; a prompt with another token id is refused.
         changes: an object that changes the group's graphs while the group serves.
-        resumption: an object that makes the group run again after a fault of a device or a link.
+        resumption: an object that resumes the group after a fault of a device or a link.
         report: a function that returns facts about the ranks; every report contains these facts.
         steps_in_flight: maximum number of sent steps whose results have not arrived.
         step_timeout_s: time limit of a step; a step that takes longer ends the epoch.
@@ -205,7 +205,7 @@ class EngineLoop:
         """Wait until all requests have ended, and all clients use this version of the group list.
 
         The group list of this version marks this group as draining. So clients that use the list
-        send no requests to this engine. Returns False if this takes longer than ``timeout_s``.
+        send no requests to this engine. Returns False if the wait takes longer than ``timeout_s``.
         """
         self._drains_from = version
         return self._drained.wait(timeout_s)

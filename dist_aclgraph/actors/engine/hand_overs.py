@@ -1,9 +1,9 @@
 """HandOvers: requests whose prompt this group computes, and which another group continues.
 
-The group computes the prompt and the first token, and sends the token at once. It tells the client
-that the request has ended only after it has written the prompt's blocks to files, or has failed to
-write them. Then the client submits the request to another group, which reads the prompt's KV from
-these files.
+The group computes the prompt and the first token, and sends the token at once. Then the group
+writes the prompt's blocks to files. After the blocks are written, or could not be written, the
+group tells the client that the request has ended. Then the client submits the request to another
+group, which reads the prompt's KV from these files.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class HandOvers:
         return replace(outputs, finish_reasons=reasons)
 
     def take_ready(self) -> Iterator[tuple[ClientLink, StepDeltas]]:
-        """Yield the links of clients with the ends of their requests. A request's end is yielded
-        after its blocks were written.
+        """For each request whose blocks were written since the last call, yield the link of its
+        client, and the delta that ends the request.
         """
         waiting, self._waiting = self._waiting, []
         for request, client in waiting:

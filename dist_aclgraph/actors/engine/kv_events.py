@@ -11,7 +11,8 @@ from dist_aclgraph.kv.events import CacheEvents
 
 
 class KVEvents:
-    """Owns one publisher for each cache of a group. Only the engine loop's thread may use it.
+    """Owns one publisher for each cache of a group. Only the engine loop's thread may use this
+    object.
 
     The first message of each publisher contains the event AllBlocksCleared. Subscribers may still
     have a list of blocks from an earlier group that published at the same port, and must empty this

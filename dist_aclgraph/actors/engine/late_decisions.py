@@ -4,7 +4,7 @@ While step n runs, the engine decides step n + 1, and the workers queue step n +
 request that arrives after this decision starts in step n + 2. So the engine decides as late as
 possible without a pause of the devices. A worker queues the beginning of step n + 1, and then waits
 for the result of step n. If this wait (``StepResult.waited_us``) takes a time t, the decision could
-have been made later by t.
+have come later by t.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.step import StepPlan
 
-# While earlier steps of a kind ran, the next decision could have waited for some time, which is
-# stored for this kind. The next delay is shorter than the stored time by LEAST_SPARE_S, or by the
-# fraction SPARE_PART of the stored time, whichever is more.
+# For each kind of step, the stored time says how long the next decision could have waited while
+# earlier steps of this kind ran. The next delay is shorter than the stored time: by LEAST_SPARE_S
+# seconds, or by the fraction SPARE_PART of the stored time if this fraction is more.
 LEAST_SPARE_S, SPARE_PART = 0.001, 0.25
 MAX_DELAY_S = 0.05
 # A shorter measured time replaces the stored time at once. A longer measured time increases the
@@ -46,14 +46,15 @@ class LateDecisions:
 
         Args:
             delayed_s: how many seconds the decision of the next step waited.
-            waited_s: how many seconds each rank waited in ``ended`` (``StepResult.waited_us``); the
-                smallest value of all ranks.
+            waited_s: the shortest time, in seconds, that any rank waited in ``ended``
+                (``StepResult.waited_us``).
         """
         kind = _kind(ended)
         known_s = self._spare_s.get(kind)
         spare_s = delayed_s + waited_s
         if waited_s < LEAST_SPARE_S / 2:
-            # no rank had to wait, so the decision came too late by an unknown time
+            # At least one rank hardly waited, so the decision may have come too late by an unknown
+            # time.
             spare_s = delayed_s / 2
         if known_s is not None and spare_s > known_s:
             spare_s = known_s + (spare_s - known_s) * GROWTH
@@ -63,5 +64,5 @@ class LateDecisions:
 def _kind(step: StepPlan) -> Kind:
     if step.graph is not None:
         return step.graph
-    octave = step.largest.num_tokens.bit_length()  # the number is at least 2 ** (octave - 1)
+    octave = step.largest.num_tokens.bit_length()  # ``num_tokens`` is at least 2 ** (octave - 1)
     return octave, (step.largest.num_tokens * 2 * SIZES_PER_DOUBLING) >> octave

@@ -1,12 +1,13 @@
 """Resumes a group after a fault of a device, or of a link between devices, if all processes are
 alive.
 
-First, each rank aborts the work on its device. The control thread does this, because the thread
-that runs steps may be waiting for the device. After all ranks have aborted their work, each rank
-resumes its device and its communicators, and reports to the engine. Weights, KV and graphs stay
-valid. The engine decides the interrupted steps again, so requests keep their progress. But if a
-part of the KV was in faulty memory, requests are computed again from their first token. If resuming
-fails or a rank takes too long, the group's epoch ends, as after a worker's death.
+First, the control thread of each rank aborts the work on the rank's device. The thread that runs
+steps cannot abort it, because this thread may be waiting for the device. After all ranks have
+aborted their work, each rank resumes its device and its communicators, and reports to the engine.
+Weights, KV and graphs stay valid. The engine decides the interrupted steps again, so requests keep
+their progress. But if a part of the KV was in faulty memory, requests are computed again from their
+first token. If resuming fails or a rank takes too long, the group's epoch ends, as after a worker's
+death.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Resumption:
     again.
 
     Attributes:
-        counts: number of resumptions for each kind of fault that had stopped a device.
+        counts: for each kind of fault, how many times the group was resumed after such a fault.
 
     Args:
         stop: see ``StopDevices``.

@@ -77,7 +77,7 @@ class SharedHeartbeat:
     """A byte in memory that a parent process shares with its child. The child changes the byte
     again and again as a heartbeat.
 
-    The parent makes this object before it forks the child. Only the parent calls ``begin`` and
+    The parent creates this object before it forks the child. Only the parent calls ``begin`` and
     ``listen``.
 
     Args:
@@ -181,7 +181,7 @@ class Lease:
         self._counts_from = 0  # number of the first question that renews the lease
         self.is_given_back = False
         # Counts silence only while the holder runs. So the lease is not over after a stop, and the
-        # giver can renew it.
+        # giver can renew the lease.
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:

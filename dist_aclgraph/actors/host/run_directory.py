@@ -27,8 +27,8 @@ SWEEP_S = 10.0  # time between two calls of ``sweep`` in a process that calls it
 
 
 class RunDirectory:
-    """Owns a new directory in the system's temporary folder, and the lock in this directory. Its
-    mode is 0700.
+    """Owns a new directory with mode 0700 in the system's temporary folder, and the lock in this
+    directory.
 
     The constructor first removes the directories of owners that have ended.
     """
@@ -92,8 +92,8 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def held_if_free(path: Path) -> Iterator[bool]:
-    """Lock a directory within this context. Yield whether the lock succeeded. It fails if the
-    directory is another user's, or if a living process owns the directory.
+    """Lock a directory within this context. Yield whether the directory could be locked. It cannot
+    be locked if it is another user's, or if a living process owns it.
     """
     flags = os.O_RDWR | os.O_CLOEXEC
     if path.name.startswith(UNFINISHED):

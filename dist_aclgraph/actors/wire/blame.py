@@ -22,7 +22,7 @@ class Verdict:
     """The rank that causes a failure, and what the silent ranks do.
 
     Attributes:
-        rank: the rank that causes the failure; NO_RANK if it can be one of several ranks.
+        rank: the rank that causes the failure; NO_RANK if several ranks may be the cause.
         silent: a text that names the ranks that did not answer, e.g. ``rank 4, 5``.
         where: a text that says what each silent rank waits for.
         doing: the operation that the silent ranks run; "" if no rank reports its operation.

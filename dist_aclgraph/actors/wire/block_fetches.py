@@ -220,7 +220,7 @@ class BlockFetches:
         that is best now is in the route.
         """
         nodes = [address.node_id for address in source.addresses]
-        # Groups on the same node share their files, so nothing is fetched from them.
+        # All groups on a node share their files, so nothing is fetched from groups on this node.
         here = nodes.index(self._node_id) if self._node_id in nodes else None
         load = partial(self._load, source)
         found = routes(
@@ -363,8 +363,8 @@ class BlockFetches:
         return count
 
     def _files_at(self, place: CachePlace) -> dict[FileKind, list[KVTiers]]:
-        """Return this node's folders for files of the source's layout, by the kind of file and the
-        index of the place.
+        """Return this node's folders for files of the source's layout. The keys are the kind of the
+        files and the index of their place.
         """
         if place not in self._files:
             # The identity that was computed at the start is used, because the model's files may

@@ -136,14 +136,14 @@ _decoder = msgspec.msgpack.Decoder(ReadFile | EndReads)
 def tiers_of(
     config: Config, place: CachePlace, identity: str = ""
 ) -> dict[FileKind, list[KVTiers]]:
-    """Return the folders of files of all workers of a data-parallel rank. ``place`` is the place of
-    any of these workers, and the order is the same for all of them.
+    """Return, for all workers of a data-parallel rank, the folders of their files. ``place`` is the
+    place of any one of these workers. The order of the folders does not depend on this choice.
 
     Args:
         identity: see ``KVTiers.open``.
 
     Raises:
-        ConfigError: a folder cannot be made, or is too small.
+        ConfigError: a folder cannot be created, or is too small.
     """
     states = (KVTiers.open_states(config, each, identity) for each in place.all_state_places)
     return {

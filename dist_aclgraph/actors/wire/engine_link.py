@@ -50,8 +50,10 @@ class EngineLink:
 
     Attributes:
         is_welcome: whether the engine has answered on this connection, and serves.
-        is_lost: whether this connection has ended. The caller that catches the error sets this.
-        loss_kind: the reason why the connection was lost. Set when ``receive`` or ``beat`` raises.
+        is_lost: whether this connection has ended. The caller that catches the error sets this
+            attribute.
+        loss_kind: the reason why the connection was lost. Set when ``receive`` or ``beat`` raises
+            an error.
         others_tokens: the load of other clients at the engine, from the engine's last status; see
             ``EngineStatus``.
         pause: the reason why the engine's group has paused, from the engine's last status; "" while

@@ -40,7 +40,7 @@ class PublisherPlace:
         host: an address of this host.
         ports: each publisher listens at the first free port in this range.
         replay_ports: the ports for replays; None if messages are not replayed. A publisher that
-            listens at the n-th port of ``ports`` uses the n-th of these ports.
+            listens at the n-th port of ``ports`` uses the n-th port of ``replay_ports``.
         topic: the first frame of each message.
         buffer_steps, buffer_bytes: limits of the messages that each publisher keeps for replays:
             their number, and their total size in bytes.

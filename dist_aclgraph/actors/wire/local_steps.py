@@ -102,7 +102,7 @@ class _Peer:
 
 class LocalPeers:
     """The engine's side of the channel. Owns the socket file and all connections. Only one thread
-    may use it.
+    may use this object.
 
     Attributes:
         num_workers: number of workers that have connected so far.
@@ -262,7 +262,7 @@ class LocalPeers:
 
 
 class LocalEngine:
-    """A worker's side of the channel. Owns its connection. Only one thread may use it."""
+    """A worker's side of the channel. Owns its connection. Only one thread may use this object."""
 
     def __init__(self, address: SocketFile) -> None:
         """Connect to the engine.

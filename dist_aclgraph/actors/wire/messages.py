@@ -1,4 +1,4 @@
-"""The messages between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
+"""The messages between an engine (ZeroMQ's ROUTER socket) and its clients (DEALER sockets).
 
 Messages are plain MessagePack, like the messages between engine and workers (``steps/step.py``).
 Each message is one frame. A client sends ``Hello`` first, and ``Beat`` regularly. The engine
@@ -128,8 +128,8 @@ class GroupEntry(msgspec.Struct, frozen=True):
         cache_blocks: number of KV blocks, summed over the group's data-parallel ranks.
         tokens_per_block: number of tokens in each KV block.
         is_draining: whether the group accepts no new requests.
-        prefill_from: minimum number of uncached tokens of a prompt that a prefill group computes
-            for another group; 0 if the group is no prefill group.
+        prefill_from: a prefill group computes a prompt for another group only if the prompt has at
+            least this number of uncached tokens; 0 if the group is no prefill group.
         blocks: the source from which other groups or services fetch the KV of prompts; None if they
             do not fetch from this group.
     """

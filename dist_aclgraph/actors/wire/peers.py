@@ -38,7 +38,7 @@ from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 FILE_KEY = "kv.peers_key_file"
 MIN_KEY_CHARS = 32
 MAX_FILE_BYTES = 4096
-TICKET_S = 600.0  # seconds until a ticket expires; the clocks of services must differ by less
+TICKET_S = 600.0  # seconds until a ticket expires; clocks of services must differ by less than this
 MAX_TICKET_CHARS = 1 << 16
 _MAC_BYTES = 32
 
@@ -48,7 +48,7 @@ class TicketError(Exception):
 
 
 class Offer(NamedTuple):
-    """The address at which another service can fetch files, and the ticket that allows it.
+    """The address at which another service can fetch files, and the ticket that allows the fetch.
 
     Attributes:
         host: address of the first node's server.

@@ -37,7 +37,7 @@ class Endpoints:
 
 
 class RemotePeers:
-    """The engine's side of the channel. Owns both sockets. Only one thread may use it.
+    """The engine's side of the channel. Owns both sockets. Only one thread may use this object.
 
     Attributes:
         num_workers: number of connected workers.
@@ -100,7 +100,7 @@ class RemotePeers:
 
 
 class RemoteEngine:
-    """A worker's side of the channel. Owns both sockets. Only one thread may use it."""
+    """A worker's side of the channel. Owns both sockets. Only one thread may use this object."""
 
     def __init__(self, address: Endpoints) -> None:
         self._is_over = threading.Event()

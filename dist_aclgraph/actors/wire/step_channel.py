@@ -376,7 +376,9 @@ class StepReceiver:
         self._engine.send(encoder.encode(result))
 
     def end(self) -> None:
-        """Make ``receive`` raise as if the engine's process had ended. Any thread may call this."""
+        """Let ``receive`` raise the same error as after the end of the engine's process. Any thread
+        may call this.
+        """
         self._engine.end()
 
     def close(self) -> None:

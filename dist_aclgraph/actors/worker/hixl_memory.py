@@ -60,7 +60,7 @@ class HixlMemory:
 
     Args:
         memory: host memory with at least ``2 * part_bytes`` bytes.
-        open_engine: a function that makes the HIXL engine. The thread calls it.
+        open_engine: a function that creates the HIXL engine. The thread calls this function.
         host: the node's own address, at which the HIXL engine listens.
         ports: the ports to choose from; None for any free port.
         timeout_s: maximum number of seconds until the HIXL engine listens.
@@ -224,8 +224,8 @@ class HixlMemory:
                 call = self._reads.get_nowait()
 
     def _run(self, engine: Transfers, call: _Read) -> str | None:
-        """Read a file. Return the reason if this failed, else None. After a failure, free the slot,
-        unless the transfer may still write to it.
+        """Read a file. Return why the read failed; None if it succeeded. After a failure, free the
+        slot, unless the transfer may still write to the slot.
         """
         name, slot = call.lent.engine, call.slot
         try:
@@ -252,7 +252,7 @@ class HixlMemory:
             try:
                 engine.connect(name, CONNECT_S)
             except DeviceError:
-                # A part of the link may exist. It is removed, because it would make the next
+                # A part of the link may exist. This part is removed, because it would let the next
                 # attempt fail.
                 with contextlib.suppress(DeviceError):
                     engine.disconnect(name, DISCONNECT_S)

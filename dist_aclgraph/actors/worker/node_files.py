@@ -2,11 +2,11 @@
 
 If the workers of a group are on several nodes, the engine can neither look up files on the other
 nodes nor fetch files to these nodes. On each of these nodes, one worker of each data-parallel rank
-does this for the rank's workers on the node. A worker can also send the files of its node to other
-groups.
+looks up and fetches files for the rank's workers on the node. A worker can also send the files of
+its node to other groups.
 
-With ``kv.transport: hixl``, a worker also does the work on the engine's node, because HIXL needs a
-    device, and the engine has none.
+If ``kv.transport`` is ``hixl``, a worker looks after the files on the engine's node, too, because
+HIXL needs a device, and the engine has none.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class NodeFiles:
         open_memory: a function that opens the memory for transfers over HIXL.
 
     Raises:
-        ConfigError: a folder cannot be made or is too small, or CANN has no HIXL.
+        ConfigError: a folder cannot be created or is too small, or CANN has no HIXL.
         PlacementError: no port is free.
         DeviceError: HIXL cannot be used.
         WorkerError: HIXL does not answer.
@@ -112,8 +112,8 @@ class NodeFiles:
                 if self._memory is not None:
                     self._memory.close(CLOSE_S)
                 raise
-        # These threads are started after the server. Otherwise they would stay if the server found
-        # no free port.
+        # The threads for look-ups and fetches are started after the server. Otherwise they would
+        # stay alive if the server found no free port.
         self._look_ups = look_ups_of(tiers, states) if settings.finds else None
         self._fetches: BlockFetches | None = None
         if settings.finds and settings.fetches:

@@ -1,4 +1,4 @@
-"""The stages of a rank's start. Each stage is an object that makes the object of the next stage.
+"""The stages of a rank's start. Each stage is an object that creates the object of the next stage.
 
 ``join_rank`` returns a ``JoinedRank``, ``JoinedRank.load`` returns a ``LoadedRank``, and
 ``LoadedRank.make_runner`` returns a ``RunningRank``. ``RunningRank.leave`` returns a
@@ -69,7 +69,7 @@ def join_rank(
 
     Args:
         meeting: the socket that listens at ``rendezvous``. Only rank 0 of a group on several nodes
-            has it; None for other ranks.
+            has this socket; None for other ranks.
 
     Raises:
         ConfigError: the chip is unknown or does not fit the configuration, or CANN has no HIXL.
@@ -89,7 +89,7 @@ def join_rank(
     if config.fetches_by_hixl:
         from dist_aclgraph.device.hixl import import_hixl
 
-        import_hixl()  # if this fails, it fails before the weights are loaded
+        import_hixl()  # a missing HIXL must be reported before the weights are loaded
     exchange = ExchangeRule.from_config(config, spec, chip)
     streams = StreamLedger(npu)
     has_mc2 = exchange.mc2_buffer_mb is not None
@@ -176,7 +176,7 @@ def needs_fixed_sums(config: Config, facts: ModelFacts) -> bool:
 
     Each rank decides by itself which experts its tokens use, and which drafts are accepted. Ranks
     with the same tokens must make the same decisions. If the sums of these ranks differed in the
-    last bit, the ranks might decide differently.
+    last bit, the ranks might make different decisions.
     """
     if config.device.deterministic is not None:
         return config.device.deterministic
@@ -353,7 +353,7 @@ class LoadedRank:
     def make_runner(
         self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]
     ) -> RunningRank:
-        """Make a runner for trial steps, with a small KV cache, and buffers for ``graphs``."""
+        """Create a runner for trial steps, with a small KV cache, and buffers for ``graphs``."""
         from dist_aclgraph.device.npu import translated
         from dist_aclgraph.engine.model_runner import ModelRunner
         from dist_aclgraph.layers.context_parallel import ContextParallel
@@ -410,7 +410,7 @@ class RunningRank:
     def locate(self, memory: Sequence[MemoryRange]) -> DeviceFault:
         """Return the kind of a memory fault. The kind says what the faulty memory is used for.
 
-        Returns ``uce`` if this is unknown, e.g. for memory outside torch's allocator.
+        Returns ``uce`` if the use is unknown, e.g. for memory outside torch's allocator.
         """
         caches = [
             MemoryRange(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self.runner.caches.tensors()

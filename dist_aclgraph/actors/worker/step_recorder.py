@@ -111,7 +111,7 @@ class FileRecorder(StepRecorder):
     """Records the steps of one rank in one group. Owns the mapping.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, folder: Path, rank: int, group_rank: int) -> None:

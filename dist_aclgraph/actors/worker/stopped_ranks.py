@@ -97,7 +97,9 @@ def _idle(recordings: Sequence[Recording]) -> str:
 
 
 def doing_of(recording: Recording) -> str:
-    """Return a rank's last state. If the rank was told to stop, return its state before that."""
+    """Return a rank's last state. If the rank was told to stop, return the state that the rank had
+    before.
+    """
     return recording.words if recording.state == ENDED else recording.state
 
 
@@ -165,13 +167,15 @@ def _another_plan(recordings: Sequence[Recording]) -> Explanation | None:
 
 
 def _unlike_most(digests: Sequence[tuple[Recording, int]]) -> list[Recording]:
-    """Return the recordings that have another digest than most recordings."""
+    """Return the recordings whose digest differs from the digest of most recordings."""
     ((most, _), *_) = Counter(digest for _, digest in digests).most_common()
     return [recording for recording, digest in digests if digest != most]
 
 
 def _without_a_word(recordings: Sequence[Recording]) -> Explanation | None:
-    """If some ranks failed or were told to stop, blame ranks that recorded neither."""
+    """If some ranks recorded a failure or the command to stop, blame the ranks that recorded
+    neither of the two.
+    """
     silent = [r for r in recordings if r.state not in (ENDED, FAILED)]
     if not silent or len(silent) == len(recordings):
         return None

@@ -69,7 +69,7 @@ class Worker:
         self._phase = "PLACING"
         self._last_step = -1
         self._neighbour = ALONE
-        # Handles of the processes of other ranks, by process id.
+        # Maps the process id of each other rank to a handle of the process.
         self._neighbours: dict[int, int] = {}
         self._progress = (0, 0)  # number of loaded bytes, and number of bytes of all weights
         self._doing = ""
@@ -277,7 +277,7 @@ class Worker:
         self._progress = (done, total)
 
     def make_runner(self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]) -> None:
-        """Make a runner for trial steps: with a small KV cache, and buffers for all ``graphs``."""
+        """Create a runner for trial steps, with a small KV cache, and buffers for ``graphs``."""
         assert isinstance(self._stage, LoadedRank)
         self._phase, joined = "NEGOTIATING", self._stage.joined
         self._stage = self._stage.make_runner(num_blocks, max_len, graphs)
@@ -338,7 +338,7 @@ class Worker:
         return self._running.runner.pool_memory.total_bytes
 
     def check_plan(self, step: RankPlan) -> None:
-        """Raise an error if a step is for another graph plan or for another data-parallel rank.
+        """Raise an error if a step's graph plan or data-parallel rank is not that of this worker.
 
         Raises:
             RankDisagreementError: names both graph plans, or both data-parallel ranks.
@@ -401,7 +401,7 @@ class Worker:
         self._recorder.join(group)
         leave_with(self._lease, f"rank {self._rank}")
         self._channel = channel = StepReceiver(address)
-        # Objects that exist now live as long as the group, so garbage collections can skip them.
+        # All present objects live as long as the group, so garbage collections can skip them.
         gc.collect()
         gc.freeze()
         is_stopped = False
@@ -493,8 +493,8 @@ class Worker:
                 self._node_files.forget()
         except DistAclGraphError as e:
             error = str(e)
-            # This error is a new fault: the device was started again, so the earlier stop is no
-            # cause.
+            # This error is a new fault: the device was started again, so the earlier stop cannot be
+            # the cause of this error.
             self._faults.note(rank.joined.npu.fault_of(e))
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)
