@@ -79,8 +79,8 @@ class InputBatch:
         self._records = NO_RECORDS
         self._num_left = 0
         block_size = place.shards.tokens_per_block
-        # A row has one token more than the context, because the model never runs the last sampled
-        # token.
+        # A row has room for one token more than the model's context, because the model never runs
+        # the last sampled token.
         self.token_ids: IntArray = np.zeros((max_rows, max_len + 1), dtype=np.int32)
         self.num_tokens: IntArray = np.zeros(max_rows, dtype=np.int32)
         self.block_table: IntArray = np.zeros(

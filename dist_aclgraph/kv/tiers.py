@@ -284,7 +284,8 @@ class KVTiers:
         return self._first.has(block_hash)
 
     def num_bytes(self, *, only: str = "") -> dict[str, int]:
-        """Return the size of all files in each tier of this node; the keys are the tiers' names.
+        """Return, for each tier of this node, the total size of its files; the keys are the tiers'
+        names.
 
         Args:
             only: see ``has``.

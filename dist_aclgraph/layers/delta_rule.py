@@ -122,7 +122,8 @@ class FusedDeltaRule:
 class PlainDeltaRule:
     """Computes with plain operators in float32. ``g`` has one number for each head or channel.
 
-    It is used for types other than bfloat16, because CANN's operators return only bfloat16.
+    It is used for types other than bfloat16, because CANN's operators return only bfloat16. It is
+    also used for decays that differ between channels.
     """
 
     state_dtype = torch.float32

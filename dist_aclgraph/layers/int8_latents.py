@@ -122,7 +122,7 @@ def seen_blocks(num_seen: Tensor, num_keys: int) -> Tensor:
 
     Args:
         num_seen: [n] int32, number of keys that each query may see.
-        num_keys: maximum number of keys of a request for which a block table has entries.
+        num_keys: number of keys for which each row of the block table has entries.
 
     Returns:
         [n, 1, num_keys / KEY_BLOCK] int32.

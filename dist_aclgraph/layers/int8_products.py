@@ -110,9 +110,7 @@ class Int8SwigluProduct:
         return cls(in_blocks(product.weight), product.scale)
 
     def __call__(self, rows: Rows, counts: Tensor) -> Int8Rows:
-        """Return the rows that are multiplied by the weights of down: [rows, hidden] -> [rows,
-        width].
-        """
+        """Return the input rows of the product of down: [rows, hidden] -> [rows, width]."""
         rows = quantised(rows)
         values, scales = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
             rows.values,

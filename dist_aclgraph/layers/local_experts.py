@@ -23,7 +23,8 @@ CUMULATIVE, COUNTS = 0, 1
 NO_QUANT, DYNAMIC_QUANT = -1, 1  # values of quant_mode
 
 
-# An activation maps the result of the product of gate and up to the input of the product of down.
+# An activation. Its argument is the result of multiplying by gate and up. It returns the rows that
+# are multiplied by down.
 Activation = Callable[[Tensor], Rows]
 
 # Constants of xIELU; all checkpoints store these values.
@@ -79,9 +80,7 @@ class InnerProduct(Protocol):
         """The weights of gate and up, [num_local, hidden, 2 * width]."""
 
     def __call__(self, rows: Rows, counts: Tensor) -> Rows:
-        """Return the rows that are multiplied by the weights of down: [rows, hidden] -> [rows,
-        width].
-        """
+        """Return the input rows of the product of down: [rows, hidden] -> [rows, width]."""
 
 
 def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **others: Any) -> Tensor:

@@ -345,8 +345,8 @@ class SparseLatentAttention:
         **arguments: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return, for each query, the sum of the latents weighted by its attention, [n, heads,
-        512]. If ``arguments`` request sums, also return two tensors, [1, n, heads] float32 each:
-        the greatest score of each row, and the row's sum of exponentials.
+        512]. If the operator's further ``arguments`` request sums, also return two tensors, [1, n,
+        heads] float32 each: the greatest score of each row, and the row's sum of exponentials.
 
         Args:
             keys: latents and rotated keys.

@@ -2,7 +2,8 @@
 of these operators, and the format, works only with some chips, versions and types.
 
 These limits come from the documents and sources of CANN's operators (ops-nn) and of torch_npu
-(op-plugin). None of them was tested on an NPU. A fused operator and separate operators round their
+(op-plugin). None of these limits was tested on an NPU. A fused operator and separate operators
+round their
 results differently: the fused operator quantises float32 values, but separate operators first round
 the values to the type of activations.
 """
@@ -132,7 +133,7 @@ FUSIONS = (
     ),
     Fusion(
         "latent_prologue",
-        # It replaces all operators between the norm of a layer and latent attention. CANN 8.5 is
+        # It replaces all operators after a layer's norm and before latent attention. CANN 8.5 is
         # not supported, because in its published sources, the operator's arguments have another
         # order. Documents of later versions of CANN allow more sizes than those here.
         "npu_mla_prolog_v3",

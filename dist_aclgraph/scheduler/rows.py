@@ -227,7 +227,8 @@ class RunningRows(Columns):
         self.slack[indices] -= drafts
 
     def land(self, indices: Indices, records: IntArray, passed: IntArray | None) -> None:
-        """Correct the columns after a step has ended, because its accepted drafts are now known.
+        """Update the columns after a step has ended, because the step's accepted drafts are now
+        known.
 
         Args:
             indices, records: the arguments of ``take_off`` for this step.

@@ -10,8 +10,8 @@ import msgspec
 
 # "save" copies blocks from a device to files, and "load" copies blocks from files to a device.
 # "delete" deletes files, and "touch" marks files as used now; both use no device. "find" looks up
-# files on a node without an engine, and fetches missing files. One worker of that node does this,
-# and all other workers ignore the job. "cancel" ends the "find" job with the same number, and has
+# files on a node without an engine, and fetches missing files. One worker of that node executes the
+# job, and all other workers ignore it. "cancel" ends the "find" job with the same number, and has
 # no result.
 JobKind = Literal["save", "load", "delete", "touch", "find", "cancel"]
 

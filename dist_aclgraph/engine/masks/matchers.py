@@ -302,7 +302,8 @@ class Masking:
 
     def __init__(self, upload: ToDevice) -> None:
         self._upload = upload
-        # [16] int16. Each number has one bit of a half word set, and no two have the same bit set.
+        # [16] int16. Each number has one bit of a half word set, which is another bit in each
+        # number.
         self._bits: Tensor | None = None
 
     def forget(self) -> None:
