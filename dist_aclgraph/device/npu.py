@@ -148,9 +148,9 @@ class Npu:
         return left
 
     def counts_graphs(self, stream: Any) -> bool:
-        """Return whether CANN counts the streams of graphs: a capture reduces the number of free
-        streams that CANN reports, and the release of the captured graph increases this number
-        again.
+        """Return whether CANN counts the streams of graphs. It counts them if a capture reduces the
+        number of free streams that CANN reports, and if the release of the captured graph increases
+        this number again.
 
         With software queues, the release does not increase the number, because CANN keeps the
         queues of released graphs for later graphs.
@@ -186,7 +186,7 @@ class Npu:
         return device_fault(error) or fault_of_code(code)
 
     def bad_memory(self) -> tuple[MemoryRange, ...]:
-        """Return faulty memory that was not repaired, like ``BadMemory.ranges``."""
+        """Return the faulty memory that was not repaired; see ``BadMemory.ranges``."""
         return self._bad_memory.ranges()
 
     def tensor_memory(self) -> list[MemoryRange]:

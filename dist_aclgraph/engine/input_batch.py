@@ -212,9 +212,7 @@ class InputBatch:
         )
 
     def _table_of(self, rows: IntArray, kv_lens: IntArray) -> IntArray:
-        """Return the block tables of ``rows``. The table has as many columns as the longest request
-        needs.
-        """
+        """Return the block table of ``rows``, with as many columns as the longest request needs."""
         per_block = self._place.shards.tokens_per_block
         width = table_width(int(kv_lens.max()), per_block, self._num_drafts)
         table: IntArray = self.block_table[rows, :width]

@@ -419,9 +419,7 @@ class ModelRunner:
         return {} if self._copier is None else self._copier.num_read
 
     def end_copies(self, timeout_s: float) -> None:
-        """Wait until this rank uses no files with copies of KV. The caller must not run a step
-        after this call.
-        """
+        """Wait until this rank uses no files with copies of KV. No step may run after this call."""
         if self._copier is not None:
             self._copier.end_files(timeout_s)
 

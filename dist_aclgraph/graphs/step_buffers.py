@@ -255,7 +255,7 @@ class StepBuffers:
         return graph.num_reqs or min(graph.num_tokens, self._max_reqs)
 
     def _sizes(self, graph: BatchDescriptor) -> list[int]:
-        """Return the number of elements of each input array of a graph, in the order of the arrays."""
+        """Return the number of elements of each input array of a graph, in order."""
         num_drafts = self._num_drafts if self._verifies(graph) else 0
         return input_sizes(
             graph.num_tokens,

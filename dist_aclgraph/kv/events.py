@@ -123,7 +123,7 @@ class CacheEvents:
         self._last_stored = block_hash
 
     def removed(self, block_hash: BlockHash) -> None:
-        """Report that a block was evicted. Do nothing if the block was not reported to ``stored``."""
+        """Report that a block was evicted. Do nothing if ``stored`` has not reported it."""
         if block_hash not in self._known:
             return
         self._known.remove(block_hash)

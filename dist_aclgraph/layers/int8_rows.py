@@ -23,8 +23,8 @@ class Int8Rows:
     Attributes:
         values: [n, width] int8.
         scales: [n] float32.
-        dtype: type that the rows would have without quantisation. Products of these rows return
-            this type.
+        dtype: type that the rows would have without quantisation. Products that multiply these rows
+            return this type.
     """
 
     values: Tensor

@@ -1,6 +1,6 @@
 """Sparse latent attention: each query attends only to the latents that an indexer chooses. The
-latents are in the blocks of the KV cache. They are used as keys and as values, both for prompts and
-in decoding.
+latents are in the blocks of the KV cache. The latents are used as keys and as values, both for
+prompts and in decoding.
 
 The cache also contains an index key of each token. ``npu_lightning_indexer`` chooses keys by
 comparing queries with the index keys of all tokens. ``npu_sparse_flash_attention`` attends to the

@@ -150,7 +150,7 @@ FUSIONS = (
 
 
 class Fusions:
-    """Says which fused operators one rank uses. This is decided before the rank's weights are
+    """Says which fused operators one rank uses. The decision is made before the rank's weights are
     loaded.
 
     The loader calls ``use`` once for each place of the model where an operator fits. This object
@@ -170,8 +170,8 @@ class Fusions:
 
     @classmethod
     def decide(cls, config: Config, chip: Chip, line: str) -> Fusions:
-        """Decide which operators a rank uses, for a chip with its CANN and for a release series of
-        torch_npu.
+        """Decide which fused operators a rank uses. The decision depends on the chip, on its CANN,
+        and on the release series of torch_npu.
         """
         obstacles = {fusion.name: fusion.obstacle(config, chip, line) for fusion in FUSIONS}
         for fusion in FUSIONS:

@@ -231,8 +231,8 @@ class WeightSlices:
         return swiglu_to_int8 if fuses else swiglu
 
     def inner_product(self, gate_up: ExpertProduct, down: ExpertProduct) -> InnerProduct:
-        """Return the product of gate and up and the activation for experts. The results are floats
-        or int8, whichever the product ``down`` needs.
+        """Return an object that multiplies by the experts' weights of gate and up, and applies the
+        activation. The results are floats or int8, whichever the product ``down`` needs.
         """
         width = down.weight.shape[-2]
         if (

@@ -71,8 +71,8 @@ def negotiate(
     Args:
         families: the families of graphs, with all sizes that may be captured; empty if the
             workload's mode is NONE.
-        traffic: the frequency of each batch size. None means assumed frequencies, with small sizes
-            as the most frequent ones.
+        traffic: the frequency of each batch size. None means assumed frequencies, in which small
+            sizes occur most often.
 
     Raises:
         GraphError: there are no offers or no sizes, or two offers come from the same rank.

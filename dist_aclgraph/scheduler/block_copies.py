@@ -38,8 +38,8 @@ from dist_aclgraph.scheduler.stored_blocks import store_block
 from dist_aclgraph.steps.copies import CopyJob, JobKind
 
 # A batch of at least BATCH_BLOCKS blocks is written without delay. Each batch costs some launches
-# on the workers' hosts, so a smaller batch waits until no step runs, or until MAX_TURNS decisions
-# after the last batch.
+# on the workers' hosts, so a smaller batch waits until no step runs, or until MAX_TURNS steps were
+# decided since the last batch.
 BATCH_BLOCKS, MAX_TURNS = 8, 16
 # Blocks are written only while copy jobs hold less than this fraction of the pool, so that enough
 # blocks are free for requests.
@@ -274,8 +274,8 @@ class BlockCopies:
             job, answer = self.elsewhere.begin(self._next_number(), wanted, first, source)
             self._new.append(job)
             answers.append(answer)
-        # Before each step, the answers of all waiting requests are read. So each answer is computed
-        # only once.
+        # Before each step, the answers of all waiting requests are read again. To save time, each
+        # answer is computed only once.
         found: int | None = None
         end_s = 0.0
 
@@ -346,7 +346,7 @@ class BlockCopies:
             is_idle: whether no step runs. If true, even small batches are written without delay,
                 because their launches delay no step.
             may_touch: whether the jobs may touch the files of cached blocks. The caller must set
-                this only rarely.
+                this to true only rarely.
         """
         self._num_turns += 1
         num_pending = len(self._pending) + len(self._pending_states)

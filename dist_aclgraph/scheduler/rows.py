@@ -1,5 +1,5 @@
-"""RunningRows: the requests that have a row on one data-parallel rank. Their numbers are stored as
-columns of integers.
+"""RunningRows: the requests that have a row on one data-parallel rank. The numbers that describe
+these requests are stored as columns of integers.
 
 The columns contain the values that change in every step. So a step needs no Python loop over
 requests.

@@ -249,7 +249,7 @@ class Scheduler:
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
         # Only the result of a step shows that a grammar is compiled. So if no other request can
-        # run, requests run although they wait for their grammars.
+        # run, requests that wait for their grammars run.
         if self._in_flight:
             return None
         num_held = sum(rank.free_held() for rank in self.ranks) + self.waiting.try_grammars()
@@ -338,8 +338,8 @@ class Scheduler:
         return msgspec.structs.replace(outputs, failed=failed) if failed else outputs
 
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
-        """If a request's logits are NaN or infinite for the first time, let the request wait again.
-        End and return the other requests.
+        """Let a request wait again if its logits are NaN or infinite for the first time. End and
+        return the other requests.
         """
         failed = []
         for request in requests:
@@ -420,8 +420,8 @@ class Scheduler:
                 order = (-len(shared), is_other, busy, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (_, is_other, *_, index), shared in sorted(offers):
-            # The files are not looked up a second time for another rank, because that rank could
-            # also be full after the look-up.
+            # No second look-up is begun for another rank: that rank could also be full when it
+            # ends.
             if not is_other:
                 request.dp_rank = index
                 if self.ranks[index].prefixes.fetch(request, shared):
@@ -464,9 +464,7 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether the graph computes all results that the steps need, and the caches have room for
-        the graph's padding.
-        """
+        """Whether the graph computes all needed results, and the caches have room for padding."""
         return graph.mode != "FULL" or all(
             not step.needs_hidden and rank.has_room_for_padding(step, graph, self.max_model_len)
             for rank, step in zip(self.ranks, steps, strict=True)

@@ -179,8 +179,8 @@ def _touched(counts: dict[Domain, int]) -> tuple[tuple[Domain, int], ...]:
 
 
 def _experts(workload: Workload) -> int:
-    """Return the number of operators of a layer of experts, if it uses the exchange with the most
-    operators.
+    """Return how many operators a layer of experts has at most, that is, with the exchange that has
+    the most operators.
     """
     if not any(_is_spread(domain) for domain in workload.domains):
         return EXPERTS
