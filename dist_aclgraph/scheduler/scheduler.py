@@ -420,8 +420,7 @@ class Scheduler:
                 order = (-len(shared), is_other, busy, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (_, is_other, *_, index), shared in sorted(offers):
-            # No second look-up is begun for another rank: that rank could also be full when it
-            # ends.
+            # No second look-up for another rank: that rank could also be full when it ends.
             if not is_other:
                 request.dp_rank = index
                 if self.ranks[index].prefixes.fetch(request, shared):
@@ -464,7 +463,7 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether the graph computes all needed results, and the caches have room for padding."""
+        """Whether the graph computes all needed results, and its padding fits in the cache."""
         return graph.mode != "FULL" or all(
             not step.needs_hidden and rank.has_room_for_padding(step, graph, self.max_model_len)
             for rank, step in zip(self.ranks, steps, strict=True)
