@@ -33,7 +33,7 @@ class Launch:
         start, stop: range of the launch's queries among the rank's tokens.
         query_ends, kv_ends: cumulative numbers of queries and of keys, one number for each piece of
             a request in the launch.
-        kv: indices of the KV tokens to which the launch attends, among the chunk's tokens.
+        kv: the KV tokens to which the launch attends, as indices among the chunk's tokens.
         is_causal: if true, the last keys of each piece are the keys of the queries' own tokens, and
             attention is causal. If false, every query attends to all keys.
     """
@@ -223,9 +223,9 @@ class Reads:
     keys.
 
     Attributes:
-        own: [m], slots whose keys this shard reads and sends to all shards. ``m`` is the number of
-            slots of the shard with the most slots. The arrays of the other shards are padded with
-            slot 0. None if there is only one shard.
+        own: [m], slots whose keys this shard reads and sends to all shards. ``m`` is the largest
+            number of slots that any shard reads. The arrays of shards that read fewer slots are
+            padded with slot 0. None if there is only one shard.
         launches: for each launch, the indices of its keys in the gathered keys. The gathered keys
             have the shape [number of shards * m]; the keys of shard 0 come first. If there is only
             one shard, no keys are gathered, and ``launches`` contains the slots of the keys.

@@ -1,5 +1,5 @@
-"""Reads the properties of an NPU of this machine in a short-lived child process, so that neither
-a plan nor Ray's driver process opens a device.
+"""Reads the properties of an NPU of this machine in a short-lived child process. So the process
+that makes a plan, and Ray's driver process, open no device.
 """
 
 from __future__ import annotations

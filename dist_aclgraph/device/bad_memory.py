@@ -86,9 +86,9 @@ class BadMemory:
         """Repair the faulty memory, and verify the repair. All tasks must be aborted before the
         call.
 
-        Older versions of torch_npu repair memory in ``restart_device``. Newer versions do not
-        repair it there if CANN has ``aclrtRepairError`` and the chip is older than Ascend950, so
-        this method calls CANN itself.
+        Older versions of torch_npu repair memory in ``restart_device``. Newer versions leave the
+        repair to their caller if CANN has ``aclrtRepairError`` and the chip is older than
+        Ascend950. So this method calls CANN's repair function itself.
 
         Raises:
             DeviceError: some memory stays faulty.

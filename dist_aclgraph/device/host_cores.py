@@ -58,7 +58,7 @@ def share_cores(
 
 
 def shares_here(config: DeviceConfig) -> list[frozenset[int]]:
-    """Return the cores of each NPU of this machine, in the order of their ids.
+    """Return the cores of each NPU of this machine, in the order of the NPUs' ids.
 
     Raises:
         NotBoundError: ranks are not bound on this machine.
@@ -140,11 +140,11 @@ def own_addresses() -> list[str]:
 
 
 def addresses_on_host(addresses: Sequence[str]) -> list[str]:
-    """Return the PCI addresses of all NPUs of the host, also of those that this container cannot
+    """Return the PCI addresses of all NPUs of the host, including NPUs that this container cannot
     use.
 
-    The host's NPUs are all PCI functions with the same vendor and device id as the functions at
-    ``addresses``. The class of the functions does not identify NPUs, because Kunpeng's compression
+    A PCI function of the host is an NPU if it has the same vendor and device id as the functions at
+    ``addresses``. The class of a function does not identify NPUs, because Kunpeng's compression
     engines have the same class.
 
     Raises:

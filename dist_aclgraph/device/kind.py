@@ -1,4 +1,4 @@
-"""Finds which kind of device this machine has, and makes the settings of the emulator.
+"""Finds which kind of device this machine has, and computes the settings of the emulator.
 
 Does not import torch.
 """

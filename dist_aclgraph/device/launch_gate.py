@@ -43,8 +43,8 @@ class LaunchGate:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside this context, the thread waits for the device, and launches no work. A thread that
-        does not hold the gate may also use this context.
+        """Inside this context, the thread waits for the device, and launches no work. Even a thread
+        that does not hold the gate may use this context.
 
         Raises:
             DeviceError: the gate was closed while the thread waited.
@@ -60,7 +60,8 @@ class LaunchGate:
         self._check()
 
     def close(self, timeout_s: float) -> None:
-        """Wait until no thread launches work, and close the gate; then no thread can launch work.
+        """Wait until no thread launches work, and close the gate. While the gate is closed, no
+        thread can launch work.
 
         Raises:
             DeviceError: a thread was still launching work after ``timeout_s``.

@@ -52,7 +52,7 @@ class Memory:
 
 
 def runtime() -> Any:
-    """Return ``torch.npu`` (streams, events, graphs), which exists once torch_npu is loaded."""
+    """Return ``torch.npu`` (streams, events, graphs). It exists only after torch_npu was loaded."""
     return torch.npu  # type: ignore[attr-defined]
 
 
@@ -148,8 +148,9 @@ class Npu:
         return left
 
     def counts_graphs(self, stream: Any) -> bool:
-        """Return whether a capture reduces the number of free streams that CANN reports, and the
-        release of the captured graph increases this number again.
+        """Return whether CANN counts the streams of graphs. It counts them if a capture reduces the
+        number of free streams that CANN reports, and if the release of the captured graph increases
+        this number again.
 
         With software queues, the release does not increase the number, because CANN keeps the
         queues of released graphs for later graphs.
@@ -178,14 +179,14 @@ class Npu:
 
         Call this once for each error, on the thread in which the error was raised. A library above
         CANN's runtime can hide the cause. For example, HCCL reports the same code for all launches
-        that the runtime refuses. For each thread, CANN's runtime stores the code of its last error
-        until this code is read.
+        that the runtime refuses. CANN's runtime stores the code of each thread's last error until
+        this code is read.
         """
         code = self._acl.aclrtGetLastError(THREAD_LEVEL)
         return device_fault(error) or fault_of_code(code)
 
     def bad_memory(self) -> tuple[MemoryRange, ...]:
-        """Return faulty memory that was not repaired, like ``BadMemory.ranges``."""
+        """Return the faulty memory that was not repaired; see ``BadMemory.ranges``."""
         return self._bad_memory.ranges()
 
     def tensor_memory(self) -> list[MemoryRange]:
@@ -231,9 +232,9 @@ class Npu:
         memory that was faulty and is now repaired.
 
         Args:
-            resumes_groups: whether the communicators of this process are resumed. Then the devices
-                of all ranks of these communicators must be stopped before the call. A communicator
-                that is not resumed can only be destroyed.
+            resumes_groups: whether the communicators of this process are resumed. If true, the
+                devices of all ranks of these communicators must be stopped before the call. A
+                communicator that is not resumed can only be destroyed.
 
         Raises:
             DeviceError: the device cannot be restarted, or a communicator cannot be resumed.
@@ -383,9 +384,9 @@ class GraphPool:
 def release_failed_capture(pool: Any) -> None:
     """Release the memory of a capture that CANN has refused to end.
 
-    torch_npu raises CANN's error before its allocator records the end of the capture, and the
-    ``reset`` of such a graph does nothing. So without this call, the pool would never release the
-    memory.
+    torch_npu raises CANN's error before its allocator records the end of the capture, and ``reset``
+    does nothing for the graph of such a capture. So without this call, the pool would never release
+    the memory.
 
     Args:
         pool: handle of the pool of the capture.
@@ -442,8 +443,8 @@ def on_stream(stream: Any, back: Any) -> Iterator[None]:
 
 
 def external_event() -> Any:
-    """Return an event that a stream records outside of the graph, and for which a captured graph
-    waits.
+    """Return an event for which a captured graph waits. A stream records the event outside of the
+    graph.
     """
     return runtime().ExternalEvent()
 

@@ -145,7 +145,7 @@ class UpdateWait:
 class DeviceCounts:
     """The emulator's counts of a step; hardware reports no counts. The emulator counts collectives,
     and the bytes that collectives receive from other ranks. If the emulator models time, it also
-    counts how long the device is busy, and for each cause, how long the device is idle.
+    counts the device's busy time, and its idle time for each cause.
     """
 
     def __init__(self, is_counted: bool) -> None:

@@ -2,7 +2,8 @@
 
 ND is the order that torch assumes. FRACTAL_NZ divides each matrix into blocks of 16 rows and 32
 bytes of columns, which the cube unit reads without rearranging them. Sizes and strides of a tensor
-do not depend on its format. Only operators that name the format accept a tensor in FRACTAL_NZ.
+do not depend on its format. Only operators whose documentation lists FRACTAL_NZ accept a tensor in
+this format.
 """
 
 from __future__ import annotations

@@ -226,8 +226,8 @@ class AttentionSteps:
     def of_drafts(
         self, positions: Tensor, written: Tensor, block_table: Tensor, inputs: HostStep, ahead: int
     ) -> AttentionMetadata:
-        """Return the metadata of one iteration of drafting after a mixed step. The queries belong
-        to all sampled places.
+        """Return the metadata of one iteration of drafting after a mixed step. There is one query
+        for each sampled place.
 
         Args:
             positions: [num_samples, k + 1] int32, positions of the places of live requests;
@@ -293,7 +293,7 @@ class AttentionSteps:
         return (positions < first - ahead).view(-1, 1, 1)
 
     def _shard_rows(self, block_table: Tensor) -> ShardRows | None:
-        """Return the data that tokens need to attend to chosen keys of a sharded cache. Return None
+        """Return the data with which tokens attend to chosen keys of a sharded cache. Return None
         if this kind of attention chooses no keys, or if the cache is not sharded.
 
         Args:
@@ -317,8 +317,7 @@ class AttentionSteps:
     def _uniform_rows(
         self, positions: Tensor, kv_lens: Tensor, slots: Tensor, ahead: int = 0
     ) -> DeviceRows:
-        """Return the rows of requests that all have the same number of queries, computed on the
-        device.
+        """Compute, on the device, the rows of requests that all have the same number of queries.
 
         Args:
             positions: [num_reqs, query_len].

@@ -90,7 +90,7 @@ class _Slot:
         state: the present user of the slot: the device, the file thread, or none.
         is_void: whether the slot's piece was dropped. If true, the piece's result is not reported.
         ready: event with which one stream waits for the other stream.
-        done: event after the slot's last work on the device.
+        done: event recorded after the slot's last work on the device.
     """
 
     def __init__(self, npu: Npu, num_blocks: int, block_bytes: int) -> None:
@@ -178,8 +178,8 @@ class BlockCopier:
         """Continue all copy jobs, without waiting for the device or for files.
 
         Returns:
-            For each job that has ended since the last call: its number, and how many blocks it has
-            written, or how many leading blocks it has read.
+            For each job that has ended since the last call: the job's number, and how many blocks
+            the job has written. For a job that reads: how many leading blocks it has read.
 
         Raises:
             RuntimeError: the device failed.
@@ -288,7 +288,7 @@ class BlockCopier:
             self._from_files.put(work)
 
     def _next_work(self) -> _Slot | _Upkeep | None:
-        """Return the next work of the file thread; None if the thread must end. Until there is
+        """Return the next work of the file thread; None if the thread must end. While there is no
         work, write blocks to the second tier.
         """
         try:

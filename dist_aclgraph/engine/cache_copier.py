@@ -102,7 +102,7 @@ class CacheCopier:
                 copier.forget()
 
     def end_files(self, timeout_s: float) -> None:
-        """Wait until no thread uses files. Begin no job after this call."""
+        """Wait until no thread uses files. The caller must not begin a job after this call."""
         deadline_s = time.monotonic() + timeout_s
         for copier in (self._blocks, self._states):
             if copier is not None and not copier.end_files(max(0, deadline_s - time.monotonic())):

@@ -49,7 +49,7 @@ class GraphStore:
         KV lengths, return those for the smallest length that is at least ``kv_len``.
 
         Raises:
-            ReplayMismatchError: there is no such graph, or steps may not replay it yet.
+            ReplayMismatchError: there is no such graph, or steps must not replay it yet.
         """
         bucket = self._graphs.get(graph)
         if bucket is None:

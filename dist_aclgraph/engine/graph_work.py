@@ -69,8 +69,8 @@ class GraphWork:
         KV lengths for which they are recorded. If each step sends its KV lengths, the only key is
         ``ANY_LENGTH``.
 
-        With drafts, a graph for mixed batches ends with the hidden states of all tokens. Sampling
-        and proposing drafts then happen outside of graphs.
+        With drafts, a graph for mixed batches ends with the hidden states of all tokens. In this
+        case, drafts are proposed, and tokens are sampled, outside of graphs.
         """
         if self.kv_sizes and graph.query_len:
             return {size: [partial(self._run_whole, graph, size)] for size in self.kv_sizes}

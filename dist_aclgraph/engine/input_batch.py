@@ -79,8 +79,8 @@ class InputBatch:
         self._records = NO_RECORDS
         self._num_left = 0
         block_size = place.shards.tokens_per_block
-        # A row has one token more than the context, because the model never runs the last sampled
-        # token.
+        # A row has room for one token more than the model's context, because the model never runs
+        # the last sampled token.
         self.token_ids: IntArray = np.zeros((max_rows, max_len + 1), dtype=np.int32)
         self.num_tokens: IntArray = np.zeros(max_rows, dtype=np.int32)
         self.block_table: IntArray = np.zeros(
@@ -212,9 +212,7 @@ class InputBatch:
         )
 
     def _table_of(self, rows: IntArray, kv_lens: IntArray) -> IntArray:
-        """Return the block tables of ``rows``. The table has as many columns as the longest request
-        needs.
-        """
+        """Return the block table of ``rows``, with as many columns as the longest request needs."""
         per_block = self._place.shards.tokens_per_block
         width = table_width(int(kv_lens.max()), per_block, self._num_drafts)
         table: IntArray = self.block_table[rows, :width]

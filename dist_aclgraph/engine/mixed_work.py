@@ -58,7 +58,8 @@ class MixedWork:
     Owns nothing.
 
     Attributes:
-        graph_work: the work that graphs record. It uses the same model, buffers and counters.
+        graph_work: the work that graphs record. It uses the same model, buffers and counters as
+            this object.
         context: the indices of this rank in context parallelism, and its groups.
         spare_row: row of padding requests.
     """

@@ -419,7 +419,7 @@ class ModelRunner:
         return {} if self._copier is None else self._copier.num_read
 
     def end_copies(self, timeout_s: float) -> None:
-        """Wait until this rank uses no files with copies of KV. Run no step after this call."""
+        """Wait until this rank uses no files with copies of KV. No step may run after this call."""
         if self._copier is not None:
             self._copier.end_files(timeout_s)
 
@@ -455,8 +455,8 @@ class ModelRunner:
         span = self._replays.begin(captured, inputs)
         self._replays.replay(decoder)
         if drafts and self._flights:
-            # While the host waits here, the device runs up to the first attention operator, which
-            # waits for its lengths.
+            # While the host waits here, the device runs all work before the first attention
+            # operator, which waits for its lengths.
             inputs = replace(inputs, kv_lens=inputs.kv_lens + land())
             self._replays.correct(inputs)
         between = partial(answer, "update")

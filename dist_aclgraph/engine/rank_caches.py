@@ -86,7 +86,7 @@ class RankCaches:
         """
         index = self.npu.upload(block_ids.astype(np.int64))
         for tensor in self.block_tensors():
-            # The operator does not accept int8. The number of bytes of each row is a multiple of
-            # four, so the rows can be read as int32.
+            # ``index_fill_`` does not accept int8 on an NPU. The number of bytes of each row is a
+            # multiple of four, so the rows can be read as int32.
             words = tensor.view(torch.int32) if tensor.dtype == torch.int8 else tensor
             words.index_fill_(0, index, 0)

@@ -67,7 +67,7 @@ class HostOutput:
             so on.
         counts: [num_samples], number of new tokens of each request.
         expert_tokens: number of tokens that this rank's experts have computed since the rank
-            started, without the drafting of this step.
+            started. Tokens of this step's drafting are not counted yet.
         num_unplaced: number of tokens beyond the capacity of the decoder's exchanges since the rank
             started.
         logprobs: [num_new], for each new token, its log-probabilities, or None if its request wants
@@ -205,7 +205,7 @@ class StepOutput:
                 self._coming = token_ids(coming.references)
 
     def _forbid_words(self, step: HostStep, known: StepPlaces, logits: Tensor) -> Tensor:
-        """Return the logits of special places, in which the last tokens of bad words have -inf."""
+        """Return the logits of special places, with -inf for the last tokens of bad words."""
         batch = self._batch
         if not batch.sampling.bad_words:
             return logits

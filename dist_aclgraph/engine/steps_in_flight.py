@@ -52,7 +52,7 @@ class Flight:
     Attributes:
         num_written: number of steps whose inputs were written to the buffers, this step included.
         stages: the host's time in each stage of this step until now, in microseconds.
-        grammars: the state of grammars after the step was queued.
+        grammars: the grammars that have failed in this step, or are not compiled yet.
     """
 
     plan: RankPlan
@@ -68,7 +68,8 @@ class Flight:
 @dataclass(kw_only=True, eq=False)
 class StepsInFlight:
     """Owns the queued steps, oldest first. Queues the copy of a step's output to the host, waits
-    for it, and makes the result of the step. This class does not depend on how a step is computed.
+    for this copy, and builds the step's result. This class does not depend on how a step is
+    computed.
 
     Attributes:
         tally: int64, of shape ``TALLY_SHAPE``, the counters of tokens at experts.
@@ -92,8 +93,8 @@ class StepsInFlight:
         # Steps whose results were read, but not reported yet. The third element is the step's
         # ``waited_us``.
         self._ended: deque[tuple[Flight, HostOutput, int]] = deque()
-        # The time at which enough work of the second oldest step was queued to keep the device
-        # busy; 0 if that has not happened yet. From this time on, the host only waits for the
+        # The time since which the queued work of the second oldest step is enough to keep the
+        # device busy; 0 if it is not enough yet. From this time on, the host only waits for the
         # oldest step.
         self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.

@@ -58,8 +58,8 @@ class CapturedGraph:
         Args:
             addresses: addresses of the buffers that contain the step's inputs.
             lens: the step's lengths, padding included. If lengths were sent ahead, ``after_replay``
-                must get the same lengths as this method. If not, ``after_replay`` can get other
-                lengths.
+                must get the same lengths as this method. If no lengths were sent ahead,
+                ``after_replay`` can get other lengths.
 
         Raises:
             ReplayMismatchError: the inputs do not fit the capture; nothing was queued.

@@ -14,17 +14,17 @@ class DraftInputs(NamedTuple):
     Attributes:
         rows: [num_reqs] int32, rows of the requests. Padding requests have the spare row, whose
             values are not used.
-        most: [num_reqs] int32, maximum number of drafts of each request that may be accepted, from
-            0 to k.
+        most: [num_reqs] int32, for each request, how many of its drafts may be accepted at most,
+            from 0 to k.
         positions: [num_reqs, k + 1] int32, positions of the places.
         slots: [num_reqs, 3 k] int32, slots of 3 k consecutive positions, which begin at the
             position of the request's first place; -1 is padding.
         places: [num_reqs * (k + 1)] int32, indices of the places among the step's tokens. If a
             request has fewer than k + 1 places, its last place is repeated.
-        behind: [num_reqs] int32, for each request, a row; None outside of graphs. The device adds
-            the number of drafts that this row's last step accepted to the request's positions. If
-            the host already knows the right positions, the row is the spare row, where this number
-            is 0.
+        behind: [num_reqs] int32, for each request, a row; None outside of graphs. The device
+            increases the request's positions by the number of drafts that this row's last step
+            accepted. If the host already knows the right positions, the row is the spare row, where
+            this number is 0.
     """
 
     rows: Tensor

@@ -1,4 +1,4 @@
-"""A digest of the captured operators. Ranks compare digests to find differences before a replay."""
+"""A digest of the captured operators. If the digests of the ranks differ, the graph is not used."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ class StepBuffers:
     Attributes:
         addresses: the addresses of the buffers, which captured graphs contain.
         logits: [max_samples, vocab], the logits of the sampled places.
-        tokens: token table whose latest tokens are ``sampled``; None if the deployment uses drafts.
+        tokens: token table; its latest tokens are the array ``sampled``. None if the deployment
+            uses drafts.
         sampled: [max_samples] int32, the sampled tokens. A replay writes the most probable tokens;
             then the sampler overwrites the tokens of special places.
         best: [max_samples], the greatest logit of each sampled place. It is finite unless the
@@ -122,7 +123,7 @@ class StepBuffers:
         # The block table of the last step, if ``_table`` contains the same blocks; otherwise None.
         self._latest_table: IntArray | None = None
         self._written_rows = 0  # number of rows of the last step's block table
-        self._written_width = 0  # the columns of the last step; all others are zero
+        self._written_width = 0  # number of its columns; all later columns of ``_table`` are zero
         self._is_forgotten = False  # whether the next step must send all rows of the block table
         self._stream = runtime().current_stream()
 
@@ -254,7 +255,7 @@ class StepBuffers:
         return graph.num_reqs or min(graph.num_tokens, self._max_reqs)
 
     def _sizes(self, graph: BatchDescriptor) -> list[int]:
-        """Return the number of elements of each of a graph's input arrays, in their order."""
+        """Return the number of elements of each input array of a graph, in order."""
         num_drafts = self._num_drafts if self._verifies(graph) else 0
         return input_sizes(
             graph.num_tokens,

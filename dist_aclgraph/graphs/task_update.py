@@ -1,7 +1,7 @@
 """Attention operators inside a captured graph. For each replay, their lengths are patched.
 
-A capture makes each attention operator a task group. Before the operator, the capture inserts a
-wait for an external event and the reset of this event. A patch issues the operator again into the
+A capture records each attention operator as a task group. Before the operator, the capture inserts
+a wait for an external event and the reset of this event. A patch issues the operator again into the
 task group, with a step's lengths, on the update stream. Then the event is recorded, so that the
 graph continues. Lengths are sent either
 
@@ -219,8 +219,9 @@ class TaskUpdates:
         return num_behind
 
     def forget(self, main_stream: Any) -> None:
-        """Call this after an abort of the device, which has also dropped updates and replays. All
-        tasks are then closed and have no lengths. The graph's events are reset on ``main_stream``.
+        """Call this after an abort of the device, which has also dropped updates and replays. After
+        this call, all tasks are closed and have no lengths. The graph's events are reset on
+        ``main_stream``.
         """
         for task in self._tasks:
             task.forget(main_stream)

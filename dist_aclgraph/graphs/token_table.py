@@ -26,7 +26,7 @@ class TokenTable:
         self.latest.zero_()
 
     def fill_in(self, token_ids: Tensor) -> Tensor:
-        """Return the token ids, [n] int32, in which each reference is replaced by its token.
+        """Replace each reference by its token; return the token ids, [n] int32.
 
         Raises:
             DeviceError: a number is neither a reference nor a token id; raised later, when the

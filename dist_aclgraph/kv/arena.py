@@ -24,7 +24,7 @@ class Arena:
 
     @property
     def is_used(self) -> bool:
-        """Whether any slot has an owner."""
+        """Whether at least one slot has an owner."""
         return bool(self._taken)
 
     def take(self, num_bytes: int) -> Slot | None:

@@ -7,8 +7,8 @@ does not change afterwards. Any number of processes may read and write the same 
 keeps an index of the files; each process asks the file system. If one process deletes a file while
 another process reads it, the reader can still read the whole file.
 
-The count file, protected by a lock, contains the size of all block files. If a new file does not
-fit, the least recently used files are deleted.
+The count file, protected by a lock, contains the total size of all block files. If a new file does
+not fit, the least recently used files are deleted.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class BlockFiles:
         return os.path.exists(self.path_of(block_hash))  # False if the disk has failed
 
     def num_bytes(self) -> int:
-        """Return the size of all block files below the root, as stored in the count file; 0 if
-        there is no count file.
+        """Return the total size of the block files below the root, as stored in the count file; 0
+        if there is no count file.
         """
         try:
             return int(COUNT.unpack((self._root / COUNT_FILE).read_bytes())[0])
@@ -323,9 +323,9 @@ class BlockFiles:
 
     def _survey(self) -> int:
         """Read the times of use of all files below the root, and queue the least recently used
-        files for deletion. Return the size of all files.
+        files for deletion. Return the total size of all files.
 
-        The queued files have about a tenth of ``max_bytes`` together. More files are not queued,
+        Together, the queued files have about a tenth of ``max_bytes``. No further files are queued,
         because times of use change. After the queued files were deleted, the next survey reads the
         times again.
         """

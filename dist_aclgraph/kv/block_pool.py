@@ -141,8 +141,8 @@ class BlockPool:
         return block_ids
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Return the blocks with the leading ``hashes``, up to the first hash whose block is not in
-        the prefix cache. No references are added.
+        """Return the blocks with these ``hashes``, in order. Stop at the first hash whose block is
+        not in the prefix cache. No references are added.
         """
         block_ids: list[int] = []
         for block_hash in hashes:
@@ -173,8 +173,8 @@ class BlockPool:
         the block must not be written.
 
         Returns:
-            True if the block was added. False if another block already has this hash; then nothing
-            changes.
+            True if the block was added. False if another block already has this hash; in this case,
+            nothing changes.
         """
         if self._ref_counts[block_id] == 0:
             raise KVCacheError(f"block {block_id} is free; only used blocks are stored")

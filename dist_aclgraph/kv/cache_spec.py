@@ -164,8 +164,9 @@ class KVCacheSpec:
         return min(max_model_len, blocks * self.tokens_per_block + 1)
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
-        """Return the number of blocks, which is the same on every rank: the configured number, or
-        as many blocks as fit in memory and can be used.
+        """Return the number of blocks, which is the same on every rank. If no number is configured,
+        the result is the number of blocks that fit in memory, but at most the number that requests
+        can use.
 
         Args:
             free_bytes: number of free bytes on the rank with the least free memory.

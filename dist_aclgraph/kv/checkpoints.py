@@ -49,7 +49,8 @@ class Checkpoints:
         self._held: dict[int, bool] = {}
 
     def next_position(self, num_computed: int, num_tokens: int, block_size: int) -> int:
-        """Return the next position, in tokens, at which a prompt's state is copied to a checkpoint.
+        """Return the first position after ``num_computed`` at which a prompt's state is copied to a
+        checkpoint. Positions are counted in tokens.
 
         The state is copied at each multiple of the interval, and at the end of the last block
         before the block that contains the prompt's last token. Returns ``num_tokens`` if there is
@@ -81,7 +82,7 @@ class Checkpoints:
         already has a checkpoint, or if no checkpoint can be made free.
 
         The result may be the same checkpoint from which a request of the step starts. So the step
-        must read all checkpoints before it writes any.
+        must finish all reads of checkpoints before its first write.
         """
         if block_hash in self._stored or block_hash in self._begun:
             return None

@@ -105,7 +105,7 @@ class CacheEvents:
         self._last_stored = b""  # hash of the last block of the last _Stored
 
     def stored(self, block_hash: BlockHash, parent: BlockHash, tokens: Sequence[int]) -> None:
-        """Report a stored block. Consecutive blocks of a prefix are combined to one event.
+        """Report that a block was stored. Consecutive blocks of a prefix are combined to one event.
 
         Args:
             parent: hash of the previous block; b"" for the first block of a prefix.
@@ -123,7 +123,7 @@ class CacheEvents:
         self._last_stored = block_hash
 
     def removed(self, block_hash: BlockHash) -> None:
-        """Report an evicted block, if ``stored`` has reported it."""
+        """Report that a block was evicted. Do nothing if ``stored`` has not reported it."""
         if block_hash not in self._known:
             return
         self._known.remove(block_hash)

@@ -52,7 +52,7 @@ class Route:
 
     @property
     def nodes(self) -> set[int]:
-        """The nodes from which files are read, without the reading node."""
+        """The nodes from which the reading node reads files, other than itself."""
         return {node for node in (self.blocks | self.states).values() if node is not None}
 
 
@@ -140,9 +140,9 @@ class GroupFiles:
         return self.nodes if self.only_workers else self.nodes[1:]
 
     def places_beside(self, rank: int) -> tuple[CachePlace, ...]:
-        """Return the places of all workers that have the data-parallel rank and the node of the
-        worker ``rank``. The places are in the order of ``CachePlace.all_places``, without
-        duplicates.
+        """Return the places of all workers that are on the same node as the worker ``rank``, and
+        have the same data-parallel rank. The places are in the order of ``CachePlace.all_places``,
+        without duplicates.
         """
         ranks, size = self.ranks_of(rank // len(self.places)), len(self.places)
         there = {self.places[r % size] for r in ranks if self.node_ids[r] == self.node_ids[rank]}

@@ -24,8 +24,8 @@ from dist_aclgraph.logs import event
 LIMIT_S = 1.0  # seconds; maximum duration of a look-up on the disk
 PAUSE_S = 30.0  # seconds for which the disk is not used after a look-up that takes too long
 # Seconds that the caller waits for an answer. Most answers arrive within this time, so that the
-# next step can use them. If an earlier look-up still has no answer, the caller does not wait. So
-# many slow look-ups delay a step only once.
+# next step can use them. If an earlier look-up still has no answer, the caller does not wait.
+# Therefore, several slow look-ups delay a step only once.
 GRACE_S = 0.001
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class LookUps:
         """End the thread, if there is one. Call no method after this call."""
 
     def num_bytes(self) -> dict[str, int]:
-        """Return the size of all files in each tier of this node, as the last look-up found it.
+        """Return, for each tier of this node, the total size of its files at the last look-up.
 
         Any thread may call this.
         """

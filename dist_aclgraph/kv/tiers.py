@@ -40,7 +40,8 @@ USERS = "users.lock"
 HOST, DISK = "host", "disk"  # names of the tiers
 MAX_LATE = 4096  # maximum number of blocks that wait to be written to the disk
 OTHERS_WRITE = 0o022  # the bits of a file mode that let the group or all users write
-SAMPLES, SAMPLE_BYTES = 16, 4096  # number and size of the pieces of each file that are hashed
+# Of each file, SAMPLES pieces of SAMPLE_BYTES bytes each are hashed.
+SAMPLES, SAMPLE_BYTES = 16, 4096
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,8 @@ class KVTiers:
         return self._first.has(block_hash)
 
     def num_bytes(self, *, only: str = "") -> dict[str, int]:
-        """Return the size of all files in each tier of this node; the keys are the tiers' names.
+        """Return, for each tier of this node, the total size of its files; the keys are the tiers'
+        names.
 
         Args:
             only: see ``has``.

@@ -192,12 +192,12 @@ class AttentionMetadata:
 
     @property
     def attends_directly(self) -> bool:
-        """Whether all tokens of the step attend directly, and the cache is not sharded."""
+        """True if the cache is not sharded, and all tokens of the step attend directly."""
         return not self.parts and self.num_exchanged == 0 and self.is_empty is None
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank and all ranks that split prompts with it have no tokens."""
+        """True if neither this rank nor any rank that splits prompts with it has tokens."""
         return self.num_tokens == 0 and self.num_exchanged == 0
 
     def mask_arguments(self, *, is_causal: bool, window: int | None = None) -> Arguments:

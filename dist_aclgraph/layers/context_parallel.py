@@ -1,10 +1,10 @@
 """Collectives in attention between ranks that share a request's context.
 
-In a DCP group, only one rank keeps the KV of each token. In decoding, the ranks of the group gather
-the queries of all heads. Each rank computes attention to its shard for all heads, and sends the
-results of each head to the ranks that own this head. Those ranks merge the results of all shards,
-weighted by their log-sum-exps. For prompts, the ranks of the group gather the keys of the request,
-not the queries. The ranks of a PCP group send each other the new keys of their prompt tokens.
+In a DCP group, each token's KV is on one rank only. In decoding, the ranks of the group gather the
+queries of all heads. Each rank computes attention to its shard for all heads, and sends the results
+of each head to the ranks that own this head. Those ranks merge the results of all shards, weighted
+by their log-sum-exps. For prompts, the ranks of the group gather the keys of the request, not the
+queries. The ranks of a PCP group send each other the new keys of their prompt tokens.
 
 Shapes and collectives do not depend on the contents of a shard, so they are the same on all ranks.
 """

@@ -82,8 +82,9 @@ class FusedDeltaRule:
     """Runs CANN's operators. Inputs, results and states are bfloat16; only ``g`` is float32.
 
     ``g`` must have one number for each head, because torch_npu 2.13 does not support one decay for
-    each channel. Its documentation of the operator for direct requests says that the argument for
-    such decays, ``gk``, is not supported yet. The operator for prompts has no such argument.
+    each channel. torch_npu's documentation of the operator for direct requests says that ``gk``,
+    the argument for such decays, is not supported yet. The operator for prompts has no such
+    argument.
     """
 
     state_dtype = torch.bfloat16
@@ -122,7 +123,8 @@ class FusedDeltaRule:
 class PlainDeltaRule:
     """Computes with plain operators in float32. ``g`` has one number for each head or channel.
 
-    It is used for types other than bfloat16, because CANN's operators return only bfloat16.
+    It is used for types other than bfloat16, because CANN's operators return only bfloat16. It is
+    also used for decays that differ between channels.
     """
 
     state_dtype = torch.float32

@@ -77,7 +77,8 @@ class NormsOfAllHeads:
         return own_q.view(q.shape), own_k.view(k.shape)
 
     def _rescaled(self, own: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
-        """Replace the scale that was computed from this rank's heads by the scale of all heads.
+        """Apply the scale of all heads, in place of the scale that was computed from this rank's
+        heads.
 
         A scale is ``(mean of squares + eps) ** -0.5``. So ``scale ** -2`` of all heads is the mean
         of ``scale ** -2`` over the ranks. One all-reduce is enough for the norms of queries and

@@ -2,8 +2,8 @@
 
 The cache row of a token contains the values of its latent in int8, the bytes of its rotated key,
 and one float32 scale for every 128 values of the latent. When the normalised latents are written,
-``npu_dynamic_quant`` quantises them. ``npu_kv_quant_sparse_flash_attention`` reads the rows. It
-returns no log-sum-exps, so such a cache cannot be sharded.
+``npu_dynamic_quant`` quantises them. ``npu_kv_quant_sparse_flash_attention`` reads the rows. This
+operator returns no log-sum-exps, so a cache with int8 latents cannot be sharded.
 
 The operator gets the indices of the keys to which it attends. Without an indexer, these are the
 indices of all keys that a query may see, as blocks of 16 keys.
@@ -122,7 +122,7 @@ def seen_blocks(num_seen: Tensor, num_keys: int) -> Tensor:
 
     Args:
         num_seen: [n] int32, number of keys that each query may see.
-        num_keys: maximum number of keys of a request for which a block table has entries.
+        num_keys: number of keys for which each row of the block table has entries.
 
     Returns:
         [n, 1, num_keys / KEY_BLOCK] int32.

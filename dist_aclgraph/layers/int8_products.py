@@ -88,9 +88,9 @@ class Int8GroupedProduct:
 
 @dataclass(frozen=True)
 class Int8SwigluProduct:
-    """An ``InnerProduct`` in one operator, which computes the products of gate and up, then SwiGLU,
-    and converts the results to int8. The intermediate results are not rounded to the type of
-    activations.
+    """An ``InnerProduct`` in one operator. It multiplies by the weights of gate and up, computes
+    SwiGLU, and converts the results to int8. The intermediate results are not rounded to the type
+    of activations.
 
     Attributes:
         weight: [num_local, hidden, 2 * width] int8, in FRACTAL_NZ; gate comes first, then up.
@@ -110,7 +110,7 @@ class Int8SwigluProduct:
         return cls(in_blocks(product.weight), product.scale)
 
     def __call__(self, rows: Rows, counts: Tensor) -> Int8Rows:
-        """Return the rows that are multiplied by the weights of down: [rows, hidden] -> [rows,
+        """Return the rows that are then multiplied by the weights of down: [rows, hidden] -> [rows,
         width].
         """
         rows = quantised(rows)

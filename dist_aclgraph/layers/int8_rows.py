@@ -3,7 +3,7 @@
 ``npu_dynamic_quant`` converts rows to int8. In each row, the element that is farthest from zero
 becomes 127 or -127. A fused operator (``models/fusions.py``) computes rows and converts them to
 int8 in one launch. Some fused operators compute a norm or SwiGLU, and do not round the results
-before they convert them. Another one sorts rows by experts for ``LocalExperts``.
+before they convert them. Another fused operator sorts rows by expert for ``LocalExperts``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Int8Rows:
     Attributes:
         values: [n, width] int8.
         scales: [n] float32.
-        dtype: type that the rows would have without quantisation. Products of these rows return
-            this type.
+        dtype: type that the rows would have without quantisation. Products that multiply these rows
+            return this type.
     """
 
     values: Tensor

@@ -23,7 +23,8 @@ CUMULATIVE, COUNTS = 0, 1
 NO_QUANT, DYNAMIC_QUANT = -1, 1  # values of quant_mode
 
 
-# An activation maps the result of the product of gate and up to the input of the product of down.
+# An activation. Its argument contains the rows after they were multiplied by the weights of gate
+# and up. It returns the rows that are then multiplied by the weights of down.
 Activation = Callable[[Tensor], Rows]
 
 # Constants of xIELU; all checkpoints store these values.
@@ -72,14 +73,14 @@ class GroupedProduct:
 
 
 class InnerProduct(Protocol):
-    """The product of gate and up for each expert, followed by the activation."""
+    """For each expert, multiplies by the weights of gate and up, and applies the activation."""
 
     @property
     def weight(self) -> Tensor:
         """The weights of gate and up, [num_local, hidden, 2 * width]."""
 
     def __call__(self, rows: Rows, counts: Tensor) -> Rows:
-        """Return the rows that are multiplied by the weights of down: [rows, hidden] -> [rows,
+        """Return the rows that are then multiplied by the weights of down: [rows, hidden] -> [rows,
         width].
         """
 
@@ -189,8 +190,9 @@ class LocalExperts:
     width of every expert.
 
     Attributes:
-        inner: for each expert, the product of gate and up, and the activation: hidden -> width.
-        down: for each expert, the product of down: width -> hidden.
+        inner: for each expert, multiplies by the weights of gate and up, and applies the
+            activation: hidden -> width.
+        down: for each expert, multiplies by the weights of down: width -> hidden.
         first: index of this rank's first expert among the experts of all ranks.
         num_experts: number of experts of all ranks together, copies included.
         quantises_sorted: whether the operator that sorts rows by experts also converts them to

@@ -16,8 +16,8 @@ class RmsNorm:
     Attributes:
         weight: [width].
         adds_one: whether the rows are multiplied by ``1 + weight``. If false, they are multiplied
-            by ``weight``. This sum is computed in float32, because in bfloat16 it would lose the
-            bits of a small weight.
+            by ``weight``. The sum ``1 + weight`` is computed in float32, because in bfloat16 it
+            would lose the bits of a small weight.
     """
 
     weight: Tensor

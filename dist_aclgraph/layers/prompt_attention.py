@@ -56,8 +56,8 @@ class DevicePart:
 
 
 # A function that computes a launch. Its arguments are the launch, the rows of the launch's keys in
-# each cache, the result [n, heads, d], and the log-sum-exps [n, heads, 1] float32, or None if they
-# are not needed.
+# each cache, and two tensors. The first receives the result, [n, heads, d]; the second receives the
+# log-sum-exps, [n, heads, 1] float32. The second is None if log-sum-exps are not needed.
 AttendTo = Callable[[DeviceLaunch, Sequence[Tensor], Tensor, Tensor | None], None]
 
 

@@ -51,7 +51,7 @@ class Router:
 
     Scores are softmax values (Qwen3, DeepSeek V2) or sigmoid values (DeepSeek V3). The weights of a
     token's experts are their scores. If ``renormalizes`` is true, the weights are divided by their
-    sum. Then they are multiplied by ``scale``.
+    sum. In any case, the weights are then multiplied by ``scale``.
 
     Attributes:
         weight: [hidden, num_experts]; float32, so that rounding does not change the chosen experts.

@@ -50,8 +50,8 @@ class SharedExperts:
     group.
 
     Attributes:
-        gate_up: the product of gate and up: hidden -> 2 * width.
-        down: the product of down: width -> hidden.
+        gate_up: multiplies by the weights of gate and up: hidden -> 2 * width.
+        down: multiplies by the weights of down: width -> hidden.
         side: stream on which shared experts run while routed experts run on the main stream. If
             None, shared experts run before routed experts.
         gate: [hidden, 1]; the result of a token is multiplied by ``sigmoid(token @ gate)``. None

@@ -1,6 +1,6 @@
 """Sparse latent attention: each query attends only to the latents that an indexer chooses. The
-latents are in the blocks of the KV cache. They are used as keys and as values, both for prompts and
-in decoding.
+latents are in the blocks of the KV cache. The latents are used as keys and as values, both for
+prompts and in decoding.
 
 The cache also contains an index key of each token. ``npu_lightning_indexer`` chooses keys by
 comparing queries with the index keys of all tokens. ``npu_sparse_flash_attention`` attends to the
@@ -345,8 +345,8 @@ class SparseLatentAttention:
         **arguments: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return, for each query, the sum of the latents weighted by its attention, [n, heads,
-        512]. If ``arguments`` request sums, also return two tensors, [1, n, heads] float32 each:
-        the greatest score of each row, and the row's sum of exponentials.
+        512]. If the operator's further ``arguments`` request sums, also return two tensors, [1, n,
+        heads] float32 each: the greatest score of each row, and the row's sum of exponentials.
 
         Args:
             keys: latents and rotated keys.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Ending of the names of scales. Although it means "inverse", weights are multiplied by scales, not
-# divided.
+# Ending of the names of scales. Although "inv" means "inverse", weights are multiplied by these
+# scales, not divided by them.
 SUFFIX = "_scale_inv"
 BLOCK = (128, 128)
 

@@ -135,8 +135,8 @@ class Checkpoint:
         *,
         has_blocks: bool = False,
     ) -> Tensor:
-        """Return the range ``[start, stop)`` of the dimension ``dim`` of one member of a stack of
-        tensors. Elements after the member's end are zero.
+        """Return a part of one tensor (the member) in a stack of tensors: the range ``[start,
+        stop)`` of the member's dimension ``dim``. Elements after the member's end are zero.
 
         Args:
             shape: shape of the stack; the first dimension is the number of members.

@@ -48,7 +48,7 @@ class Decoder:
             note: called after each weight is on the device, with the weight's number of bytes.
             experts: the settings with which the rank runs its layers of experts; None means the
                 defaults of ``ExpertSetup``.
-            fusions: the fused operators that layers may use; None means none.
+            fusions: the fused operators that layers may use; None if layers use no fused operators.
             int8_latents: whether caches store latents in int8.
 
         Raises:

@@ -2,7 +2,8 @@
 of these operators, and the format, works only with some chips, versions and types.
 
 These limits come from the documents and sources of CANN's operators (ops-nn) and of torch_npu
-(op-plugin). None of them was tested on an NPU. A fused operator and separate operators round their
+(op-plugin). None of these limits was tested on an NPU. A fused operator and separate operators
+round their
 results differently: the fused operator quantises float32 values, but separate operators first round
 the values to the type of activations.
 """
@@ -132,7 +133,7 @@ FUSIONS = (
     ),
     Fusion(
         "latent_prologue",
-        # It replaces all operators between the norm of a layer and latent attention. CANN 8.5 is
+        # It replaces all operators after a layer's norm and before latent attention. CANN 8.5 is
         # not supported, because in its published sources, the operator's arguments have another
         # order. Documents of later versions of CANN allow more sizes than those here.
         "npu_mla_prolog_v3",
@@ -149,7 +150,7 @@ FUSIONS = (
 
 
 class Fusions:
-    """Says which fused operators one rank uses. This is decided before the rank's weights are
+    """Says which fused operators one rank uses. The decision is made before the rank's weights are
     loaded.
 
     The loader calls ``use`` once for each place of the model where an operator fits. This object
@@ -169,8 +170,8 @@ class Fusions:
 
     @classmethod
     def decide(cls, config: Config, chip: Chip, line: str) -> Fusions:
-        """Decide which operators a rank uses, for a chip with its CANN and for a release series of
-        torch_npu.
+        """Decide which fused operators a rank uses. The decision depends on the chip, on its CANN,
+        and on the release series of torch_npu.
         """
         obstacles = {fusion.name: fusion.obstacle(config, chip, line) for fusion in FUSIONS}
         for fusion in FUSIONS:

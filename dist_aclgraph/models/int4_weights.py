@@ -121,7 +121,8 @@ class StoredInt4:
                 f"a rank's outputs of {self._module}, which has values of four bits, begin at "
                 f"{start}, an odd number: choose another parallel.tp"
             )
-        scales = self._regrouped(scales, 0, num_inputs)  # The last group can be shorter.
+        # Scales are regrouped, because the last group can be shorter than the other groups.
+        scales = self._regrouped(scales, 0, num_inputs)
         first, last, stop = min(start, out), min(stop, out), stop + stop % 2
         pairs = self._pairs(first, last, 0, num_inputs)
         below = (0, 0, 0, (stop - start) // 2 - len(pairs))
@@ -222,8 +223,9 @@ class StoredInt4:
 
     def _regrouped(self, scales: Tensor, start: int, stop: int) -> Tensor:
         """Return the scales of the inputs [start, stop); scales after the matrix's end are zero. If
-        a group is cut by the limits of this range, or if the last group is shorter, all groups are
-        divided into smaller groups of equal size. The parts of a group have the group's scale.
+        a group is cut by the limits of this range, or if the last group is shorter than the others,
+        all groups are divided into smaller groups of equal size. The parts of a group have the
+        group's scale.
         """
         if scales.shape[1] == 1:
             return scales

@@ -132,8 +132,8 @@ class WeightSlices:
         *,
         has_blocks: bool = False,
     ) -> Tensor:
-        """Return the range ``[start, stop)`` of the dimension ``dim`` of some members of a stack of
-        tensors.
+        """Return parts of some tensors (the members) in a stack of tensors: the range ``[start,
+        stop)`` of each member's dimension ``dim``.
 
         Args:
             shape: shape of the stack; the first dimension is the number of members.
@@ -231,8 +231,8 @@ class WeightSlices:
         return swiglu_to_int8 if fuses else swiglu
 
     def inner_product(self, gate_up: ExpertProduct, down: ExpertProduct) -> InnerProduct:
-        """Return the product of gate and up and the activation for experts. The results are floats
-        or int8, whichever the product ``down`` needs.
+        """Return an object that multiplies by the experts' weights of gate and up, and applies the
+        activation. The results are floats or int8, whichever the product ``down`` needs.
         """
         width = down.weight.shape[-2]
         if (
@@ -254,8 +254,8 @@ class WeightSlices:
         return forms.pop() if len(forms) == 1 else self.checkpoint.dtype
 
     def _read_int4(self, stack: Sequence[Sequence[MatrixPart]], form: Int4Format) -> Int4Weights:
-        """Return a stack of matrices of four bits. Each of them is a concatenation of the matrices
-        in one element of ``stack``.
+        """Return a stack of matrices of four bits. Each matrix of the result concatenates the
+        matrices in one element of ``stack``.
         """
         num_inputs, num_outputs = _sizes(stack[0])
         weights = Int4Weights(
@@ -340,8 +340,8 @@ def _sizes(parts: Sequence[MatrixPart]) -> tuple[int, int]:
 
 
 def part_by_part(widths: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Return a function that changes the order of outputs. Before, they are stored head by head,
-    and each head has several parts.
+    """Return a function that changes the order of outputs. The outputs are stored head by head, and
+    each head has several parts.
 
     Args:
         widths: number of outputs of each part of a head. In the new order, the first parts of all

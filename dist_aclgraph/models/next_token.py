@@ -1,4 +1,4 @@
-"""The module of a checkpoint that predicts one token further than the decoder.
+"""The next-token module of a checkpoint. It predicts one token further than the decoder.
 
 The module combines the hidden state at a position with the token after this position, and runs one
 decoder layer on the result. The module uses the decoder's embedding and head, although checkpoints

@@ -81,7 +81,7 @@ def _ask(files: Sequence[Path], sizes: Sequence[int], rank: Neighbour) -> None:
 
 
 def _available_bytes() -> int:
-    """Return how many bytes of memory are free or contain only cached files."""
+    """Return the bytes of memory that are free, plus the bytes that contain only cached files."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

@@ -2,8 +2,8 @@
 indexer chooses for each query.
 
 This module contains the products, norms and weights around the computation of
-``layers/sparse_attention.py``. The indexer has few small heads. Every rank computes all of these
-heads, so that all ranks choose the same keys.
+``layers/sparse_attention.py``. The indexer has only a few small heads. Every rank computes all of
+these heads, so that all ranks choose the same keys.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class MultiHeadSparseAttention:
 
 
 class SparseLatent(LatentKind):
-    """The data that all layers of sparse attention share. All layers of latent attention share the
-    same data.
+    """The data that all layers of sparse attention share: the same kinds of data as for other
+    latent attention.
     """
 
     takes_long_queries = True

@@ -145,8 +145,8 @@ def _decode_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
     query_len = config.speculative.num_tokens + 1
     largest = config.scheduler.max_num_seqs * query_len
     buckets = sizes or capture_sizes(largest, config.graph.max_tokens, query_len)
-    # Graphs of different sizes can round results differently, so exact answers need graphs of a
-    # single size.
+    # In graphs of different sizes, results can have different rounding errors, so exact answers
+    # need graphs of a single size.
     if config.recovery.exact:
         buckets = buckets[-1:]
     return GraphFamily(run_mode="FULL", query_len=query_len, buckets=tuple(buckets))

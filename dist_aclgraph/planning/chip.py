@@ -1,7 +1,7 @@
 """Limits of a chip and its CANN release. They are checked before the model is loaded.
 
 The rules come from the documents and the tiling code of operators (FusedInferAttentionScore, the
-operators that write the cache). They were not tested on an NPU.
+operators that write the cache). The rules were not tested on an NPU.
 """
 
 from __future__ import annotations

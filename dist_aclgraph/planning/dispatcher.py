@@ -102,7 +102,8 @@ class GraphDispatcher:
     def take_traffic(self) -> Traffic:
         """Return how many batches of each size ran since the last call.
 
-        Any thread may call this. A step that another thread counts at the same time can be lost.
+        Any thread may call this. If another thread counts a step at the same time, this step may be
+        missing from all results.
         """
         decode, self._decode_seen = self._decode_seen, Counter()
         mixed, self._mixed_seen = self._mixed_seen, Counter()

@@ -22,7 +22,7 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
     unit: str  # "streams" or "bytes"
     predicted: int | None  # None if the budget model does not predict the item
     measured: int | None = None  # set by the rank after the capture
-    parts: dict[str, int] = {}  # the streams of each part of the price, if known
+    parts: dict[str, int] = {}  # number of streams for each part of the price, if known
 
     @property
     def is_off(self) -> bool:

@@ -1,7 +1,7 @@
 """MC2: operators that send tokens to their experts. This module contains their limits, and decides
 whether a deployment uses them.
 
-The limits come from the operators' documents. None of them was tested on an NPU.
+The limits come from the operators' documents. None of these limits was tested on an NPU.
 """
 
 from __future__ import annotations

@@ -152,8 +152,8 @@ def _why_lengths_are_sent(config: Config, facts: ModelFacts, mode: GraphMode) ->
 
 def _split_sizes(config: Config) -> dict[str, object]:
     """Return new values for keys of the configuration's section ``graph``, for a mode in which
-    decode batches get separate graphs: ``sizes`` is then for decode batches, ``mixed_sizes`` and
-    ``mixed_traffic`` are for all other batches.
+    decode batches get separate graphs. In such a mode, ``sizes`` is for decode batches, and
+    ``mixed_sizes`` and ``mixed_traffic`` are for all other batches.
 
     Without drafts, a decode batch has one token for each request.
     """

@@ -71,8 +71,8 @@ def negotiate(
     Args:
         families: the families of graphs, with all sizes that may be captured; empty if the
             workload's mode is NONE.
-        traffic: the frequency of each batch size. None means assumed frequencies, with small sizes
-            as the most frequent ones.
+        traffic: the frequency of each batch size. None means assumed frequencies, in which small
+            sizes occur most often.
 
     Raises:
         GraphError: there are no offers or no sizes, or two offers come from the same rank.
@@ -131,8 +131,8 @@ def keep_room(
     capacity: int,
     budget_model: BudgetModel,
 ) -> tuple[list[StreamOffer], int]:
-    """Return the offers, in which streams are reserved for lazy graphs, and the number of lazy
-    graphs.
+    """Reserve streams for lazy graphs. Return the offers without these streams, and the number of
+    lazy graphs.
 
     This number is at most ``capacity``. It is so small that lazy graphs need at most a quarter of
     the streams of any rank.
@@ -320,7 +320,7 @@ def _shortfalls(
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
 ) -> str:
-    """Return an error message. It names the ranks that cannot capture any bucket, and the cost of a
+    """Return an error message. It names the ranks that can capture no bucket, and the cost of a
     bucket.
     """
     lines = []

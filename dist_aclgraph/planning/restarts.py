@@ -83,8 +83,8 @@ class RestartBudget(Backoff):
         return tuple(now_s - each_s for each_s in taken_s if each_s > now_s - HOUR_S)
 
     def adopt(self, ages_s: Sequence[float], now_s: float) -> None:
-        """Replace the restarts that this budget has counted by restarts that were ``ages_s``
-        seconds ago; see the method ``ages_s``.
+        """Forget the restarts that this budget has counted. In their place, count restarts that
+        were ``ages_s`` seconds ago; see the method ``ages_s``.
         """
         self._taken_s = deque(now_s - age_s for age_s in ages_s)
 

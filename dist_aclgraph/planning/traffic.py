@@ -82,8 +82,8 @@ def weights_of(
 
     Decode batches up to the largest decode bucket belong to the family for decode batches. All
     other batches belong to the family that accepts any batch. If a family has no observed traffic,
-    its weights are those of ``prior``. Otherwise, a small fraction of these is added to the
-    observed weights.
+    its weights are those of ``prior``. Otherwise, a small fraction of the weights of ``prior`` is
+    added to the observed weights.
     """
     traffic = traffic or Traffic()
     reach = max((f.buckets[-1] for f in families if f.query_len and f.buckets), default=0)
@@ -128,8 +128,8 @@ class TrafficHistory:
         return now_s >= self.next_look_s
 
     def record(self, seen: Sequence[Traffic], now_s: float) -> Traffic:
-        """Add the traffic ``seen`` since the last update; return all traffic with its present
-        weights.
+        """Add the traffic since the last update, which is ``seen``. Return all traffic with its
+        present weights.
         """
         faded = fade(self._traffic, now_s - self._looked_s, self._config.traffic_half_life_s)
         self._looked_s = now_s

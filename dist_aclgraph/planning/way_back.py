@@ -35,7 +35,7 @@ TRIES: dict[DeviceFault, int] = {
     "suspect": 1,
     "operator": 1,  # if the failure happens again, its cause is the operator's input or the chip
     "uce_kv": 1,  # the memory can be repaired, and the KV computed again (RECOMPUTE)
-    "uce_tensor": 0,  # weights are lost, or other tensors whose addresses are in graphs
+    "uce_tensor": 0,  # weights, or other tensors whose addresses are in graphs, are lost
     "uce": 0,  # it is unknown which tensors are lost
     "ecc": 0,  # The memory cannot be repaired.
 }

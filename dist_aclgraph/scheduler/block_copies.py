@@ -3,7 +3,7 @@ If the model has recurrent state, checkpoints of states are also copied.
 
 A block may be written to a file when it is in the prefix cache, because its contents no longer
 change. A block that was read from a file enters the prefix cache when all workers have read it. So
-if a copy job fails, the cached prefix is only shorter, and more tokens are computed.
+the only effect of a failed copy job is a shorter cached prefix: more tokens are computed.
 
 While a copy job runs, it holds references to its blocks, so that the pool does not allocate them. A
 request whose blocks are being read has no row and waits. The other requests run.
@@ -38,8 +38,8 @@ from dist_aclgraph.scheduler.stored_blocks import store_block
 from dist_aclgraph.steps.copies import CopyJob, JobKind
 
 # A batch of at least BATCH_BLOCKS blocks is written without delay. Each batch costs some launches
-# on the workers' hosts, so a smaller batch waits until no step runs, or until MAX_TURNS decisions
-# after the last batch.
+# on the workers' hosts, so a smaller batch waits until no step runs, or until MAX_TURNS steps were
+# decided since the last batch.
 BATCH_BLOCKS, MAX_TURNS = 8, 16
 # Blocks are written only while copy jobs hold less than this fraction of the pool, so that enough
 # blocks are free for requests.
@@ -91,7 +91,7 @@ class BlockCopies:
         self._ranks = frozenset(ranks)
         self.elsewhere = NodeLookUps() if elsewhere is None else elsewhere
         self._num_jobs = 0
-        # Number of jobs and of look-ups on other nodes that all workers have ended.
+        # Number of jobs that all workers have ended. A look-up on other nodes also counts as a job.
         self.num_ended = 0
         self._running: dict[int, RunningCopy] = {}
         # The waiting blocks: id, hash, and number of blocks before the block in its prompt.
@@ -99,11 +99,11 @@ class BlockCopies:
         self._num_turns = 0  # number of decisions since the last batch began
         self._new: list[CopyJob] = []
         # Blocks and states that a rank could not read, the oldest first. When they have been
-        # computed again, they are also written again, even if some ranks still have their files.
+        # computed again, they are written again, even if some ranks still have their files.
         self._missed: dict[BlockHash, None] = {}
         self._missed_states: dict[BlockHash, None] = {}
         self._upkeep = FileUpkeep()
-        # For each block, how many times it waits to be written, or is being written.
+        # For each block, the number of its unfinished writes, both waiting and running.
         self._unsaved: Counter[BlockHash] = Counter()
         self._is_late = False  # whether the copy jobs take too long; see ``note_late``
         self._num_loading = 0  # number of blocks that jobs read
@@ -274,8 +274,8 @@ class BlockCopies:
             job, answer = self.elsewhere.begin(self._next_number(), wanted, first, source)
             self._new.append(job)
             answers.append(answer)
-        # Before each step, the answers of all waiting requests are read. So each answer is computed
-        # only once.
+        # Before each step, the answers of all waiting requests are read again. To save time, each
+        # answer is computed only once.
         found: int | None = None
         end_s = 0.0
 
@@ -343,10 +343,10 @@ class BlockCopies:
         """Return the copy jobs that workers must begin now.
 
         Args:
-            is_idle: whether no step runs. If true, small batches are also written without delay,
+            is_idle: whether no step runs. If true, even small batches are written without delay,
                 because their launches delay no step.
             may_touch: whether the jobs may touch the files of cached blocks. The caller must set
-                this only rarely.
+                this to true only rarely.
         """
         self._num_turns += 1
         num_pending = len(self._pending) + len(self._pending_states)

@@ -27,7 +27,9 @@ def land_decoding(
     Returns:
         The ranks whose results must still be applied, and the outputs of the other ranks.
     """
-    if len(ranks) == 1:  # for one rank, operations on its own columns are faster
+    # A single rank applies its results itself. Operations on its own columns are faster than
+    # operations on the columns of all ranks.
+    if len(ranks) == 1:
         return ranks, []
     found = [rank for rank, new in zip(ranks, brought, strict=True) if rank.only_decodes(new)]
     found = list(compress(found, rows.stay_below_limit(*_sizes(found))))

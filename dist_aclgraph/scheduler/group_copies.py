@@ -59,7 +59,7 @@ class GroupCopies:
 
     @property
     def is_looking(self) -> bool:
-        """Whether files of blocks are looked up."""
+        """Whether a look-up of block files is running."""
         return any(copies.is_looking for copies in self.ranks) or self._waiting.is_looking
 
     @property

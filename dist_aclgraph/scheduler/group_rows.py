@@ -1,7 +1,8 @@
 """GroupRows: the columns of all data-parallel ranks of a group.
 
-In most steps, every request of most ranks decodes, and gets one token. The results of all of these
-ranks are applied together, so that a group of hundreds of ranks needs no Python loop over ranks.
+In most steps, there are many ranks on which every request decodes and gets one token. The results
+of all these ranks are applied together, so that a group of hundreds of ranks needs no Python loop
+over ranks.
 """
 
 from __future__ import annotations

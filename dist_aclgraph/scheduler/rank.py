@@ -532,7 +532,7 @@ class RankScheduler:
     @property
     def _is_quiet(self) -> bool:
         """Return whether the next step has the same requests, and no request can reach its maximum
-        length, fill a block or need a new block in it.
+        length, fill a block or need a new block in the next step.
         """
         return self._steady is not None and self._margin >= self._decode_len
 

@@ -413,5 +413,5 @@ def largest_of(steps: Sequence[RankStep]) -> StepShape:
 
 
 def longest_of(steps: Sequence[RankStep]) -> int:
-    """Return the largest of all requests' numbers of computed tokens before these steps."""
+    """Return the largest number of tokens that were computed for one request before these steps."""
     return max(int(step.records[:, 1].max()) for step in steps)

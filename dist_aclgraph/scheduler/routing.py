@@ -31,7 +31,7 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
     So a group that has cached the request's prefix is chosen even if it has up to ``WORTH_OF_CACHED
     * cached`` more waiting tokens than the group with the least load. If several groups have the
     smallest value, the group with the most cached tokens is chosen. If several of these groups have
-    equally many cached tokens, the next group from ``first`` on is chosen.
+    equally many cached tokens, the first of them is chosen, counting from the group ``first``.
 
     Args:
         waiting: number of tokens that wait at each group; at least one group.

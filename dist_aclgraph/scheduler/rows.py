@@ -1,5 +1,5 @@
-"""RunningRows: the requests that have a row on one data-parallel rank. Their numbers are stored as
-columns of integers.
+"""RunningRows: the requests that have a row on one data-parallel rank. The numbers that describe
+these requests are stored as columns of integers.
 
 The columns contain the values that change in every step. So a step needs no Python loop over
 requests.
@@ -227,7 +227,8 @@ class RunningRows(Columns):
         self.slack[indices] -= drafts
 
     def land(self, indices: Indices, records: IntArray, passed: IntArray | None) -> None:
-        """Correct the columns after a step has ended, because its accepted drafts are now known.
+        """Update the columns after a step has ended, because the step's accepted drafts are now
+        known.
 
         Args:
             indices, records: the arguments of ``take_off`` for this step.

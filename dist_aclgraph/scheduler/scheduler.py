@@ -82,8 +82,8 @@ class Scheduler:
         tp, pcp: number of ranks of a TP group, and of a PCP group. Each data-parallel rank has tp *
             pcp workers; the first worker owns the rank's output.
         choose_exchange: returns the kind of exchange that sends a step's tokens to their experts.
-        exact: if true, the shape of a token's step does not depend on other requests. A step then
-            contains either a chunk of one prompt on each rank, or requests whose prompts are
+        exact: if true, the shape of a token's step does not depend on other requests. In this case,
+            a step contains either a chunk of one prompt on each rank, or requests whose prompts are
             computed. Output that another engine has sampled is computed token by token.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
         files: the files that each node has; None if all workers are on the engine's node.
@@ -141,7 +141,7 @@ class Scheduler:
         self.num_non_finite = 0  # number of requests that ended because of NaN or infinite logits
         self.admitted: list[Request] = []  # requests that the last decision started
         self.num_admitted_tokens = 0
-        # number of admitted requests' tokens that were in the prefix cache
+        # number of prompt tokens that were found in the prefix cache when requests were admitted
         self.num_cached_tokens = 0
         # For each rank, the number of tokens that its experts have computed.
         self.expert_tokens: dict[int, int] = {}
@@ -249,7 +249,7 @@ class Scheduler:
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
         # Only the result of a step shows that a grammar is compiled. So if no other request can
-        # run, requests run although they wait for their grammars.
+        # run, requests that wait for their grammars run.
         if self._in_flight:
             return None
         num_held = sum(rank.free_held() for rank in self.ranks) + self.waiting.try_grammars()
@@ -338,8 +338,8 @@ class Scheduler:
         return msgspec.structs.replace(outputs, failed=failed) if failed else outputs
 
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
-        """Let those requests wait again whose logits are NaN or infinite for the first time. End
-        and return the other requests.
+        """Let a request wait again if its logits are NaN or infinite for the first time. End and
+        return the other requests.
         """
         failed = []
         for request in requests:
@@ -420,7 +420,7 @@ class Scheduler:
                 order = (-len(shared), is_other, busy, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (_, is_other, *_, index), shared in sorted(offers):
-            # No second look-up for another rank, because that rank could also be full afterwards.
+            # No second look-up for another rank: that rank could also be full when it ends.
             if not is_other:
                 request.dp_rank = index
                 if self.ranks[index].prefixes.fetch(request, shared):
@@ -463,7 +463,7 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether the graph computes all results that the steps need, and its padding fits."""
+        """Whether the graph computes all needed results, and its padding fits in the cache."""
         return graph.mode != "FULL" or all(
             not step.needs_hidden and rank.has_room_for_padding(step, graph, self.max_model_len)
             for rank, step in zip(self.ranks, steps, strict=True)

@@ -11,7 +11,7 @@ from dist_aclgraph.scheduler.request import Request
 def store_block(pool: BlockPool, request: Request, index: int, block_id: int) -> None:
     """Add a full block of a request to the prefix cache.
 
-    Blocks of requests with a salt are not reported as events, because they are private.
+    Blocks of requests with a salt are not reported as events, because these blocks are private.
 
     Args:
         index: index of the block in the request. The block's hash must be known.

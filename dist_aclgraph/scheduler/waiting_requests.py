@@ -73,8 +73,8 @@ class WaitingRequests:
         )
 
     def end_fetching(self, requests: Sequence[Request]) -> int:
-        """If some of the requests still wait for files, move these back to the queue; return their
-        number.
+        """Move those of the requests that wait for files back to the queue; return the number of
+        these requests.
         """
         left = [request for request in requests if request in self._fetching]
         self._fetching.difference_update(left)

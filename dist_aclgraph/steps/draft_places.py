@@ -23,7 +23,7 @@ class DraftPlaces:
         num_logits: [S], number of sampled places of each request.
         positions: [S, k + 1]; slots: [S, 3 k]; places: [S, k + 1], indices into the step's tokens.
         behind: [S], -1 if the host knows the positions of the request. Otherwise, the request's
-            row: the device then adds the row's number of accepted drafts to the positions.
+            row; the device increases the positions by the row's number of accepted drafts.
     """
 
     rows: IntArray

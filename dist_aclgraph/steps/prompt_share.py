@@ -25,7 +25,7 @@ class PromptShare:
             rank 1, and so on. If all ranks run a token, only the element that belongs to this rank
             contains a slot.
         positions: [ranks * num_tokens], positions of the tokens to which ``written`` belongs.
-        owners: [num_places], for each place, the rank that runs the token there.
+        owners: [num_places], for each place, the rank that runs the token of this place.
         landings: [num_places], for each place, the index of its token in that rank's list of
             tokens.
     """

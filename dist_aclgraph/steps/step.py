@@ -44,8 +44,8 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     allowed: bytes = b""  # int32 [n], the only allowed tokens; if empty, all tokens are allowed
     bad_words: tuple[tuple[int, ...], ...] = ()  # words of two tokens or more
     structure: Structure | None = None
-    # Whether the answer is an embedding, which is the hidden state of the prompt's last token. The
-    # sampled token is then not used.
+    # Whether the answer is an embedding, which is the hidden state of the prompt's last token. If
+    # true, the sampled token is not used.
     embeds: bool = False
 
     @property

@@ -81,7 +81,7 @@ class DraftSteps:
 
     @property
     def passed(self) -> Tensor:
-        """The number of drafts accepted in the last step of each row, [max_rows + 1] int32."""
+        """For each row, the number of drafts that its last step accepted, [max_rows + 1] int32."""
         return self._drafter.passed
 
     @property
@@ -191,7 +191,7 @@ class DraftSteps:
             hidden: [num_tokens, hidden], the decoder's hidden states.
             sampled: [num_samples * (k + 1)] int32, the sampled tokens of live requests.
             accepted: the result of ``count``.
-            exchange: the decoder's exchange of tokens between experts.
+            exchange: the kind of exchange with which the decoder sends tokens to their experts.
             collect: returns the hidden states of places, even of places that other ranks run.
         """
         assert step.drafts is not None and step.next_tokens is not None

@@ -169,7 +169,7 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
     Args:
         sampled: [num_reqs, k + 1] int32, the token that was sampled at each place.
         drafted: [num_reqs, k] int32, the drafts of each request.
-        most: [num_reqs] int32, maximum number of drafts of each request that may be accepted.
+        most: [num_reqs] int32, for each request, how many of its drafts may be accepted at most.
 
     Returns:
         [num_reqs] int32, from 0 to k; no result exceeds the request's element of ``most``.

@@ -60,7 +60,7 @@ class Row:
         self._answer: int | None = None  # number of output tokens before the answer
         self.complaint = ""
         self._spent_s = 0.0
-        self._num_charged = 0  # number of tokens for whose masks ``_spent_s`` was spent
+        self._num_charged = 0  # number of tokens whose masks took the time ``_spent_s``
         self._rewind_phase()
 
     @property

@@ -302,7 +302,7 @@ class Masking:
 
     def __init__(self, upload: ToDevice) -> None:
         self._upload = upload
-        # [16] int16. Each number has one bit of a half word set, and no two have the same bit set.
+        # [16] int16. In the number with the index i, only bit i is set.
         self._bits: Tensor | None = None
 
     def forget(self) -> None:

@@ -25,8 +25,8 @@ class Forbidden(NamedTuple):
 
     Attributes:
         places: index of the place; tokens: the forbidden token.
-        before: the bad word's token before its last token; -1 if the host has already found this
-            token in the request.
+        before: the token before the last token of the bad word; -1 if the host has already found
+            this token in the request.
         coming: index of the token that the device compares with ``before``. It is an index into the
             list of the tokens that a step in flight samples.
     """

@@ -1,10 +1,10 @@
 """Chooses token ids from logits, on the device.
 
-If a row has a temperature, its token is drawn with an exponential race (``race_noise``). So only
-rows with top-k or top-p need sorting. The random numbers depend only on (seed, position, token), so
-a request gets the same tokens in any batch, on every rank, and after a resumption. A step sends
-only the keys of the random numbers, because the sampling parameters are already on the device
-(``sampling_places``).
+If a row has a temperature, its token is drawn with an exponential race (``race_noise``). This race
+needs no sorted logits, so only rows with top-k or top-p are sorted. The random numbers depend only
+on (seed, position, token), so a request gets the same tokens in any batch, on every rank, and after
+a resumption. A step sends only the keys of the random numbers, because the sampling parameters are
+already on the device (``sampling_places``).
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ class SamplingPlaces:
         penalties: the places with penalties; None if no place has a penalty.
         temperature: [n, 1] float32. At a place with temperature 0, the most probable token wins.
             None if all temperatures are 0.
-        least: [n, 1] float32, the largest difference between the place's greatest logit and the
-            logit of a token that min-p keeps. None if no place uses min-p.
+        least: [n, 1] float32. Min-p keeps the tokens whose logits are at least the place's greatest
+            logit minus this number. None if no place uses min-p.
     """
 
     seeds: npt.NDArray[np.uint64]
@@ -299,8 +299,8 @@ class KnownPlaces:
         self._places: StepPlaces | None = None
 
     def find(self, sampled_rows: IntArray) -> StepPlaces | None:
-        """Send the parameters that have changed, and return the step's special places; None if it
-        has none.
+        """Send the parameters that have changed, and return the step's special places; None if the
+        step has no special place.
 
         Args:
             sampled_rows: [num_samples], the row of each sampled request.

@@ -18,8 +18,9 @@ class CalibratedBudget(CannPinnedBudget):
 
     For a probe, the rank captures and releases the largest bucket of the family.
     ``CannPinnedBudget`` computes the price if the family has no probe, or if captures do not change
-    the number of free streams that the device reports. The price's text contains the reason.
-    ``CannPinnedBudget`` is the most cautious interpretation of CANN's sources.
+    the number of free streams that the device reports. In these cases, the price's text says why
+    there is no measured price. ``CannPinnedBudget`` is the most cautious interpretation of CANN's
+    sources.
     """
 
     name: BudgetModelName = "calibrated"

@@ -53,8 +53,8 @@ SHARDED = 16
 # and sums.
 REMAPPED = 26
 # Number of additional operators if latents are stored in int8. Six of them write the cache: two
-# copies, a rotation, the quantisation, a join and the scatter. One of them joins the two parts of
-# the queries.
+# copies, a rotation, the quantisation, a join and the scatter. The seventh operator joins the two
+# parts of the queries.
 INT8_LATENTS = 7
 # Number of operators that compute the blocks that each query may see, for latents in int8 without
 # an indexer: indices, a product, a comparison, a constant and a choice. Only the first layer with
@@ -179,8 +179,8 @@ def _touched(counts: dict[Domain, int]) -> tuple[tuple[Domain, int], ...]:
 
 
 def _experts(workload: Workload) -> int:
-    """Return the number of operators of a layer of experts, if it uses the exchange with the most
-    operators.
+    """Return how many operators a layer of experts has at most, that is, with the exchange that has
+    the most operators.
     """
     if not any(_is_spread(domain) for domain in workload.domains):
         return EXPERTS

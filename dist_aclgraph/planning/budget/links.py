@@ -1,13 +1,11 @@
-"""The streams that HIXL's links use, so that graphs cannot use them, and the host memory that the
-links need.
-"""
+"""The streams and the host memory that HIXL's links use. Graphs cannot use these streams."""
 
 from __future__ import annotations
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.planning.budget.domains import streams_per_domain
 
-MAX_LINKS = 8  # maximum number of links that a rank opens, and of links that it accepts
+MAX_LINKS = 8  # a rank opens at most this number of links, and accepts at most this number
 # Bytes of pinned host memory for files that a worker fetches. The worker has the same amount of
 # memory a second time, for files that other workers fetch from it.
 PART_BYTES = 256 << 20

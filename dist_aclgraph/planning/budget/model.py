@@ -80,7 +80,7 @@ class BudgetModel(Protocol):
 
     @property
     def workload(self) -> Workload:
-        """The workload whose graphs have these prices."""
+        """The workload for whose graphs this model computes prices."""
 
     def price(self, family: GraphFamily, offer: StreamOffer) -> Price:
         """Return how many streams one bucket of a family needs on the rank that has made the offer.

@@ -64,7 +64,7 @@ def max_piecewise_sizes(chip: str) -> int | None:
 
 
 def share_cards(offers: Sequence[StreamOffer]) -> list[StreamOffer]:
-    """Return the offers, in which the streams of each card are divided by the number of the card's
+    """Return the offers after the streams of each card were divided by the number of the card's
     ranks.
 
     The division is necessary, because each rank has counted all free streams of its card.
