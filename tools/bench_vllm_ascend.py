@@ -215,7 +215,9 @@ def measure(
 
 
 def summary(turns: Sequence[Times]) -> dict[str, Any]:
-    """Return, for each percentile, the median over the turns; None if a load has no such values."""
+    """Return, for each percentile, its median over the turns; the value is None if the load
+    measures no such times.
+    """
     row: dict[str, Any] = {}
     for what in ("first", "gap", "total"):
         measured = [turn[what] for turn in turns if what in turn]

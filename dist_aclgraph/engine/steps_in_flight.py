@@ -93,7 +93,7 @@ class StepsInFlight:
         # Steps whose results were read, but not reported yet. The third element is the step's
         # ``waited_us``.
         self._ended: deque[tuple[Flight, HostOutput, int]] = deque()
-        # The time since which the queued work of the second oldest step is enough to keep the
+        # The moment at which the queued work of the second oldest step became enough to keep the
         # device busy; 0 if it is not enough yet. From this time on, the host only waits for the
         # oldest step.
         self._queued_s = 0.0

@@ -37,8 +37,8 @@ class Request:
         dp_rank: the data-parallel rank that runs the request. While the request waits, it is the
             last rank that has run the request or has looked up its files.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
-        compiled_row: the previous row of a request that waits for its grammar; workers compile the
-            grammar for this row. -1 for other requests.
+        compiled_row: the row that the request had before it began to wait for its grammar; workers
+            compile the grammar under the number of this row. -1 for other requests.
         block_ids: the request's block table.
         hashes: hashes of the first full blocks; only those that were needed until now are computed.
             A preempted request keeps its hashes.

@@ -33,7 +33,7 @@ class Lens(NamedTuple):
 
 
 class GraphLens:
-    """Pads the lengths of steps to graphs.
+    """Pads the query and KV lengths of a step to the size of a graph.
 
     This object keeps its last result, because the same lengths are often padded twice: once when
     the worker guesses the next step, and once when the step arrives.

@@ -64,7 +64,8 @@ def as_prompt(prompt: Prompt) -> GivenPrompt:
     """Return the text or the token ids of a user's prompt, and its cache salt.
 
     Raises:
-        InvalidParameterError: the prompt contains something else, or neither text nor token ids.
+        InvalidParameterError: the prompt has an unknown field, or it has neither text nor token
+            ids.
     """
     if isinstance(prompt, str):
         return GivenPrompt(prompt)

@@ -53,9 +53,9 @@ class Outlet:
     """Sends the frames of one response in order. Only the event loop's thread may use
     this object.
 
-    Each call of ``put`` adds exactly one part to the body, which is written at once or sent later.
-    So the client's bytes do not depend on timing, and another process can continue the response
-    (``journal.py``).
+    Each call of ``put`` adds exactly one part to the body. The part is written at once or sent
+    later. So the client's bytes do not depend on timing, and another process can continue the
+    response (``journal.py``).
     """
 
     def __init__(self) -> None:

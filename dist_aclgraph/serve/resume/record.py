@@ -177,7 +177,9 @@ class ConnectionRecord:
         return _scratch
 
     def take_read(self, num_bytes: int) -> bytes:
-        """Count the bytes that were read into ``read_buffer``, and return them."""
+        """Add ``num_bytes`` to the count of bytes that were read, and return these bytes of
+        ``read_buffer``.
+        """
         begin = self._num_request
         self._num_read += num_bytes
         if self._memory is None or self._memory.is_void:
