@@ -10,8 +10,8 @@ from starlette.types import Scope
 
 from dist_aclgraph.logs import ACCESS, event
 
-# Key of the request's account in the ASGI scope. There is an account only with an access log or
-# with traces.
+# Key of the request's account in the ASGI scope. A request has an account only if an access log or
+# traces are configured.
 ACCOUNT = "dist_aclgraph.account"
 KEY_NAME = "dist_aclgraph.key_name"  # item of the ASGI scope with the name of the API key
 FIRST_ERROR = 400  # the lowest HTTP status that is an error
