@@ -24,6 +24,7 @@ from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
+from tests.actors.leftovers import wait_until
 
 ANSWER_S = 180.0
 # Time limits of a start, in seconds, for a machine that other programs keep busy. The default
@@ -162,6 +163,9 @@ def serving(config: Config) -> Iterator[Serving]:
             recovery=Recovery.from_config(config, deployment.outlook),
         )
         try:
+            # Until an engine has answered, the client sends all requests to the other engines.
+            engines = client._known
+            wait_until(lambda: all(each.link.is_welcome for each in engines()), "no answer")
             yield Serving(deployment, client)
         finally:
             client.close()
