@@ -1,4 +1,4 @@
-"""``make bench-context``: what is gained and lost if ranks share the context of a request.
+"""``make bench-context``: the gains and the costs if ranks share the context of a request.
 
 Eight ranks serve a small model with latent attention. First, the KV cache is divided into 1 to 8
 shards (DCP). The bench measures the memory that a request uses on each rank, the length of the

@@ -61,7 +61,7 @@ FIGURES = {
 }
 NOTE = "modelled device (A2), real host; not a figure of an NPU"
 
-Times = dict[str, list[float]]  # times in milliseconds, by what was measured
+Times = dict[str, list[float]]  # times in milliseconds, by the names of measured quantities
 
 
 class Arrival(NamedTuple):

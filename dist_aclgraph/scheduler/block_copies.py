@@ -451,8 +451,8 @@ class BlockCopies:
         return usable
 
     def _end_states(self, copy: RunningCopy, *, is_whole: bool) -> None:
-        """Release the checkpoints that the job has written to files. Store or drop those that it
-        has read.
+        """Release the checkpoints that the job has written to files. Store the checkpoints that the
+        job has read, or drop them if a block is missing.
 
         Args:
             is_whole: whether all workers have copied all blocks.
