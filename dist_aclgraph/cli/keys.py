@@ -58,8 +58,8 @@ MAX_WORDS = 4
 
 
 def _options() -> Iterator[tuple[str, str]]:
-    """Yield a line for each option of vLLM: the option, our key, and the values whose names in vLLM
-    differ from ours.
+    """Yield, for each option of vLLM, its flags and a text: our key, and the values whose names in
+    vLLM differ from ours.
     """
     for name, option in OPTIONS.items():
         flags = ", ".join(f"`{_flag(each)}`" for each in (name, *option.short))
