@@ -147,6 +147,3 @@ def _make(progress: OnProgress | None) -> None:
     if process.wait():
         quoted = "\n".join(lines[-_QUOTED_LINES:])
         raise BuildError(f"building the emulator failed ({' '.join(command)}):\n{quoted}")
-    if BUILD.parent != SOURCES:
-        # The compiled header has 265 MB, and is needed only after a change of the sources.
-        (BUILD / "aten.h.gch").unlink(missing_ok=True)

@@ -1,6 +1,5 @@
-// The ATen headers that operator files use, precompiled once. They declare only those at::
-// functions that the emulator uses. ATen/ATen.h declares all 2,000 functions, and takes twice as
-// long to compile.
+// The ATen headers that operator files use. They declare only those at:: functions that the
+// emulator uses. ATen/ATen.h declares all 2,000 functions, and takes twice as long to compile.
 #ifndef EMU_ATEN_H
 #define EMU_ATEN_H
 

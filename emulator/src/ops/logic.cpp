@@ -76,12 +76,12 @@ static bool are_words(const Tensor &mask, std::initializer_list<Tensor> tensors)
               each.scalar_type() == tensors.begin()->scalar_type();
   return result;
 }
-static const uint8_t *bytes_of(const Tensor &t) { return static_cast<uint8_t *>(t.data_ptr()); }
+static const uint8_t *flags_of(const Tensor &t) { return static_cast<uint8_t *>(t.data_ptr()); }
 static uint32_t *words_of(const Tensor &t) { return static_cast<uint32_t *>(t.data_ptr()); }
 
 OP(aclnnSWhere, [](Tensor condition, Tensor a, Tensor b, Tensor out) {
   if (are_words(condition, {a, b, out}))
-    kernels::choose_words(bytes_of(condition), words_of(a), words_of(b), words_of(out),
+    kernels::choose_words(flags_of(condition), words_of(a), words_of(b), words_of(out),
                           out.numel());
   else
     out.copy_(at::where(condition.to(at::kBool), a, b));
@@ -90,7 +90,7 @@ OP(aclnnInplaceMaskedFillScalar, [](Tensor a, Tensor mask, Scalar v) {
   if (skips(a))
     return;
   if (are_words(mask, {a}))
-    kernels::fill_words(bytes_of(mask), *words_of(at::scalar_tensor(v, a.scalar_type())),
+    kernels::fill_words(flags_of(mask), *words_of(at::scalar_tensor(v, a.scalar_type())),
                         words_of(a), a.numel());
   else
     a.masked_fill_(mask.to(at::kBool), v);
