@@ -28,7 +28,7 @@ from dist_aclgraph.topology import WorldRank
 # capture.
 STEPS_BETWEEN = 16
 MAX_FAILURES = 100  # maximum number of messages in ``failures``; each failed retry adds a message
-PATIENCE_STEPS = 200  # after this many steps, a change is made although requests are about to start
+PATIENCE_STEPS = 200  # number of steps after which a change does not wait for a pause of requests
 
 
 @dataclass
@@ -37,8 +37,8 @@ class ChannelRanks:
 
     Attributes:
         epoch: a function that returns the group's current epoch.
-        pool_bytes: size of the memory pool that all graphs of a rank share, in bytes. The ranks'
-            sizes differ; this is the largest.
+        pool_bytes: size in bytes of the memory pool that all graphs of a rank share; the largest
+            size on any rank.
     """
 
     channel: StepSender

@@ -102,10 +102,10 @@ def agree(
 def probe_graphs(
     transaction: GraphTransaction, graphs: Iterable[BatchDescriptor], offers: Sequence[StreamOffer]
 ) -> list[StreamOffer]:
-    """Capture and release each graph. Return the ranks' offers of resources, with the cost of each
-    graph as measured on the rank.
+    """Capture and release each graph. Return the offers of all ranks, each with the costs that the
+    graphs had on this rank.
 
-    If a graph is too large for a rank, the offers contain no costs for that graph.
+    If a graph is too large for one rank, no offer contains a cost for that graph.
     """
     probed = list(offers)
     for graph in graphs:

@@ -104,7 +104,8 @@ class EngineClient:
         self._node_id = node_id
         self._link_s = link_s
         self._groups_version = 0
-        # Replicas of the ingress begin with different groups if several groups are equally good.
+        # Among groups that are equally good, each replica of the ingress starts with a random
+        # group.
         router = RequestRouter(first=secrets.randbelow(len(addresses)))
         self._table = RequestTable(router, recovery, lambda *command: self._commands.put(command))
         for index, address in enumerate(addresses):
@@ -149,7 +150,8 @@ class EngineClient:
             output: tokens that the request already has, int32; the engine continues after them.
             role: see ``TransferRole``.
             peer: see ``OpenRequest``.
-            wakes: False if the caller then calls ``wake``, once for several requests.
+            wakes: whether to wake the I/O thread. With False, the caller must call ``wake`` later,
+                for example once for several requests.
 
         Raises:
             EngineDeadError: no engine is alive, and the deployment will start no other engine.
@@ -190,7 +192,9 @@ class EngineClient:
             return self._table.router.block_names(pack_ints(prompt_ids), cache_salt)
 
     def blocks_of(self, group: str) -> BlockSource | None:
-        """Return the source of ``group``'s KV blocks for other groups; None if there is none."""
+        """Return the source from which other groups fetch the KV blocks of ``group``; None if they
+        cannot fetch them.
+        """
         with self._lock:
             found = (each.blocks for each in self._table.engines.values() if each.name == group)
             return next(found, None)
@@ -213,7 +217,8 @@ class EngineClient:
         self.raise_if_dead()
         asked: list[OpenQuery] = []
         for engine in self._known():
-            # The query is opened before the check: if the engine is lost later, the query ends.
+            # The query is opened before the check whether the engine is lost. So if the engine is
+            # lost after the check, the loss also ends the query.
             opened = self._queries.open(engine, what)
             with self._lock:
                 is_gone = engine.dead_because or engine.url not in self._table.engines
@@ -413,7 +418,8 @@ class EngineClient:
     def _follow(self, token: str, node_id: str) -> None:
         """If the token is new, switch to the deployment of this token.
 
-        The new deployment numbers its group lists from the start, so the last version is forgotten.
+        The new deployment counts the versions of its group list from the start. So the client
+        forgets the version of the last list.
         """
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")

@@ -66,8 +66,8 @@ class Capacity:
         serving: number of groups that accept requests.
         draining: number of groups that only finish their running requests.
         lost: maps the name of each dead group to the reason of its death.
-        prefill: number of prefill groups that accept requests; None if the client knows no prefill
-            group, not even a lost one.
+        prefill: number of prefill groups that accept requests; None if the deployment has no
+            prefill group, as far as the client knows.
     """
 
     serving: int

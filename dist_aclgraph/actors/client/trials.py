@@ -2,9 +2,9 @@
 
 A request might be the cause of its engine's death. Such a request would end every engine that runs
 it. The client does not know which request of an engine was the cause, so the client tries the
-requests in turns. A request that lost two engines without progress runs alone. It runs only on an
-engine that started after the request had lost its first engine, because several engines may have
-died together for another reason. If the engine dies while the request runs alone, the request is
+requests in turns. A request that lost two engines without progress runs alone. Several engines may
+have died together for another reason. So the request runs only on an engine that started after the
+loss of the request's first engine. If this engine dies while the request runs alone, the request is
 the cause. An engine might also be broken, so that every request on it fails. To find such an
 engine, the first turn on each engine runs a probe, which is a request that the client makes itself.
 """

@@ -210,8 +210,8 @@ def start_ray(
     address, nodes_wait_s = ray_address(), gcs_wait_s()
     prepare_ray_environment(is_local=address is None, waits_for_gcs=address is not None)
     if address is None and ray_constants.ENABLE_RAY_CLUSTER:
-        # The import of Ray computed the constants of this module, before we declared that this Ray
-        # is for one machine. So the module is loaded again.
+        # ``ray_constants`` was imported before we declared that this Ray is for one machine. The
+        # module is loaded again, so that it computes its constants again.
         importlib.reload(ray_constants)
     try:
         if address is not None:
@@ -266,7 +266,7 @@ def joined(
 
 
 def _raylet_of_this_node() -> int | None:
-    """Return the id of this node's raylet process; None if it is in another PID namespace."""
+    """Return the id of this node's raylet process; None if the raylet is in another PID namespace."""
     node = ray_worker.global_worker.node
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(node.raylet_socket_name)
@@ -369,7 +369,7 @@ def leave_ray() -> None:
 
 
 def _only_ray() -> str:
-    """Return the address with which Ray finds the only Ray on this machine.
+    """Return "auto", the address by which Ray finds the only Ray on this machine.
 
     Raises:
         PlacementError: several Rays run on this machine. Ray would choose one of them arbitrarily.
@@ -427,10 +427,10 @@ def own_process_group() -> Iterator[None]:
     """Start child processes in another process group, then return to this process's own group.
 
     ``timeout``, a shell or a supervisor sends signals to whole groups. Without this function, such
-    a signal would end Ray's daemons before the driver has stopped gracefully. If this process leads
-    its group, the child processes start in this group all the same. If this process was the last
-    member of its group, for example after a script has ended, this process leads a new group after
-    this context.
+    a signal would end Ray's daemons before the driver has stopped gracefully. There are two
+    exceptions. If this process is the leader of its group, it cannot leave the group, so the child
+    processes start in this group. If this process was the only member of its group, the group ends,
+    and this process stays in the new group after this context.
     """
     group = os.getpgrp()
     if group == os.getpid():

@@ -29,7 +29,9 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class OpenPorts:
-    """The requested ports of a probe. The probe listens at those ports that were free."""
+    """The ports at which a probe was asked to listen: free ports, at which it listens now, and
+    ports that were in use.
+    """
 
     listening: tuple[int, ...]
     in_use: tuple[int, ...]
@@ -42,11 +44,13 @@ class NodeProbe:
         self._sockets: list[socket.socket] = []
 
     def answer(self, question: Callable[[], Any]) -> Any:
-        """Answer a question by a function of this package, in this node's version of it."""
+        """Return the result of ``question``, a function of this package. The package's version on
+        this node is used.
+        """
         return question()
 
     def listen(self, host: str, ports: Sequence[int]) -> OpenPorts:
-        """Listen at this node's own address until the probe ends; port 0 means any free port.
+        """Listen at the address ``host`` until the probe ends; port 0 means any free port.
 
         Raises:
             PlacementError: ``host`` is not an address of this node.
@@ -87,8 +91,8 @@ class NodeProbes:
     """The probes of all living nodes.
 
     Attributes:
-        nodes: maps names to nodes: the nodes that have answered all questions so far.
-        silent: maps the name of each node that did not answer to the reason.
+        nodes: the nodes that have answered all questions so far; the keys are the nodes' names.
+        silent: the reasons why nodes did not answer; the keys are the nodes' names.
     """
 
     def __init__(self, timeout_s: float) -> None:

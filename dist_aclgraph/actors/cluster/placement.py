@@ -62,7 +62,8 @@ class BundleRequest:
     """The resources that one lockstep group requests from Ray.
 
     Attributes:
-        rank: the resources that each rank needs, by their names in Ray.
+        rank: the amount of each resource that a rank needs; the keys are Ray's names of the
+            resources.
         num_bundles, ranks_of_bundle: number of bundles, and number of ranks in each bundle.
         labels: the labels that a node must have to be used.
     """

@@ -144,7 +144,7 @@ class Controller:
         groups = self._groups if self._serving is None else list(self._serving.groups)
         lost_groups: list[str] = []
         missing_groups = {"count": 0, "reason": ""}
-        # Losses and missing groups are read first, because the call after this can wait for a dying
+        # Losses and missing groups are read first, because ``_reports_of`` can wait for a dying
         # engine.
         if self._serving is not None and self._upkeep is not None:
             lost_groups = self._serving.watch.losses()

@@ -104,12 +104,12 @@ def _files_host(config: Config, node_ip: str) -> str | None:
 
 
 def _open_node_files(group: LockstepGroup, files: GroupFiles, token: str) -> tuple[NodeServer, ...]:
-    """Let one worker per node look after the node's files of KV blocks. The engine looks after the
-    files of its own node, unless ``GroupFiles.only_workers`` is set.
+    """On each node, let workers manage the node's files of KV blocks. The engine manages the files
+    on its own node; if ``GroupFiles.only_workers`` is set, workers manage these files, too.
 
     Returns:
-        The servers from which other groups fetch the files of these workers' nodes, in the order of
-        ``files.nodes``. Empty if no other group fetches files.
+        The servers that these workers run, in the order of ``files.nodes``. Other groups fetch
+        files from these servers. Empty if no other group fetches files.
 
     Raises:
         WorkerError: a worker did not answer in time.

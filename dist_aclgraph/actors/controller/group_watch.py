@@ -105,8 +105,8 @@ class GroupWatch:
     def _forget(self, group: LockstepGroup) -> None:
         """Stop watching the running calls of a group's actors.
 
-        The engine still gets heartbeat questions, because it must live until it has told its
-        clients why the group was lost.
+        The engine still gets heartbeat questions, because they renew the engine's lease. The engine
+        must live until it has told its clients why the group was lost.
         """
         self._owner = {ref: owner for ref, owner in self._owner.items() if owner[0] is not group}
         self._heartbeats = [b for b in self._heartbeats if b[0] is not group or b[1] is None]

@@ -48,10 +48,11 @@ class LockstepGroup:
     pool_bytes: int = 0
     lazy_capacity: int = 0
     loops: list[Any] = field(default_factory=list)
-    number: int = 0  # clients use this number as the group's name; it is never used again
+    number: int = 0  # clients use this number as the group's name; each group has another number
     opened_at: Address | None = None  # address at which clients reach the group's engine
     blocks_at: BlockSource | None = None  # address at which other groups fetch the KV of prompts
-    # Workers that look after the files of KV blocks on their nodes, instead of the engine.
+    # The workers that manage the files of KV blocks on nodes whose files the engine does not
+    # manage.
     file_ranks: list[GroupRank] = field(default_factory=list)
     state: GroupState = GroupState.STARTING
     opened_s: float = 0.0  # time when the group started to serve

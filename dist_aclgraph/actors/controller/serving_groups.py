@@ -366,7 +366,8 @@ class ServingGroups:
             self._starter.command(self.config)
 
     def give_up_lost(self, *, are_replaced: bool) -> None:
-        """Free the NPUs of lost groups, except those whose surviving workers can join a new group.
+        """Free the NPUs of lost groups. If a lost group has surviving workers that can join a new
+        group, the lost group keeps its NPUs.
 
         Args:
             are_replaced: whether lost groups will be replaced. If not, there will be no new group
@@ -386,8 +387,8 @@ class ServingGroups:
         """Get NPUs for the group that replaces a lost group: release a spare, or check that NPUs
         are free.
 
-        Without a spare, Ray may place the group on a dead node: Ray notices the death of a node
-        late, and counts the node's NPUs as free until then.
+        The check can be wrong: Ray notices the death of a node late, and counts the node's NPUs as
+        free until then. So Ray may place the group on a dead node.
 
         Raises:
             PlacementError: there is no spare, and there are not enough free NPUs.
@@ -469,7 +470,9 @@ class ServingGroups:
 
 
 def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
-    """Return the world ranks of ``count`` groups of ``size`` ranks, from rank ``first`` on."""
+    """Return the world ranks of ``count`` groups of ``size`` ranks each; the first rank is
+    ``first``.
+    """
     starts = range(first, first + count * size, size)
     return [tuple(map(WorldRank, range(start, start + size))) for start in starts]
 
@@ -477,8 +480,8 @@ def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
 def surplus(groups: Sequence[LockstepGroup], count: int) -> list[LockstepGroup]:
     """Return the groups that must be drained so that ``count`` groups remain.
 
-    Prefill groups are drained last, but at least one group that is no prefill group remains. Of two
-    groups of the same kind, the newer one is drained first.
+    Other groups are drained before prefill groups, but one group that is no prefill group always
+    remains. Among groups of the same kind, the newest group is drained first.
 
     Args:
         groups: the groups that accept requests, the oldest first.

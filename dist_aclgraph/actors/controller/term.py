@@ -20,7 +20,7 @@ class Term:
         number: how many previous controllers there were.
         token: the deployment's connection token, which its clients know.
         max_model_len: the context length that was promised to clients; 0 before the first promise.
-        num_groups: how many groups should accept requests; 0 for the number in the configuration.
+        num_groups: how many groups should accept requests; 0 means the number in the configuration.
         slowest_start_s: how long the slowest start of a group's processes took, in seconds; None if
             no group has started yet. The time limit of later starts depends on this time
             (``StartLimit``).

@@ -133,8 +133,8 @@ class TrafficWatches:
         self._watches = [(p, watch) for p, watch in self._watches if not watch.is_over]
 
     def look(self, now_s: float) -> None:
-        """Call ``TrafficWatch.look`` of all watches. This call does not run on the thread that
-        changes groups.
+        """Call ``TrafficWatch.look`` of all watches. Another thread may call ``add`` and ``remove``
+        at the same time.
         """
         for _, watch in self._watches:
             watch.look(now_s)

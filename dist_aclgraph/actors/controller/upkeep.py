@@ -36,7 +36,7 @@ GROWTH_PAUSE_S = 30.0
 
 
 class Change(Protocol):
-    """A change of the groups that runs now, or that has ended."""
+    """A change of the groups. The change is running or has ended."""
 
     def is_alive(self) -> bool:
         """Whether the change is still running."""
@@ -120,8 +120,8 @@ class Upkeep:
 
     @property
     def ends_recovery(self) -> str:
-        """The reason why no lost group will be replaced; "" while a group is starting or may be
-        started.
+        """The error text for clients if the restart budget is used up; "" while a group is starting
+        or may be started.
         """
         if self._is_changing or self._restarts.is_left(self._clock()):
             return ""
@@ -186,9 +186,8 @@ class Upkeep:
         """Add a restart to the budget for each newly lost group that had served for at least
         ``SOUND_S``.
 
-        The budget limits restarts that do not help, because the fault is still there. Such a fault
-        ends every new group within ``SOUND_S``. If a group served for longer, the restart had
-        helped, and is not counted.
+        The budget limits the restarts after a lasting fault, which ends every new group within
+        ``SOUND_S``. If a group served for longer, the restart was useful, so it does not count.
         """
         lost = self._serving.lost
         for _ in range(self._num_returned(lost)):

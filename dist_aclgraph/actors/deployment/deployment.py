@@ -204,7 +204,7 @@ def start(
     Errors in the model's files are raised before any process is started.
 
     Args:
-        starter: starts the processes of a Ray that this process starts now, or has started.
+        starter: starts processes if this process has started Ray, or starts Ray now.
         waits_for_ray: whether to wait until the existing cluster answers.
 
     Raises:
@@ -230,7 +230,7 @@ def start(
         tell(Progress("STARTING_RAY" if is_local else "JOINING_RAY"))
     try:
         if starter is not None:
-            starter.command(config)  # a fork server loads its libraries while Ray starts
+            starter.command(config)  # the fork server loads libraries while Ray starts
         connected = start_ray(config, starter, waits=waits_for_ray) if owns_connection else None
     except BaseException:
         if starter is not None:

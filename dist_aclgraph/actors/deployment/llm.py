@@ -86,7 +86,8 @@ class LLM:
     Args:
         model: a model's directory, a model's name, a configuration, or the path of a configuration
             file.
-        overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``; stronger than ``options``.
+        overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``. If ``options`` sets the same
+            key, the value in ``overrides`` is used.
         start: a function that starts the deployment, by default on Ray.
         options: options of vLLM, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; see the
             list in ``vllm_options.py``.
@@ -195,8 +196,8 @@ class LLM:
         Args:
             lora_request: must be None, because LoRA is not offered.
             chat_template: name of one of the checkpoint's templates.
-            chat_template_content_format: has no effect; the template's code shows whether it reads
-                texts or lists of parts.
+            chat_template_content_format: has no effect, because the code of the template shows
+                whether the template reads texts or lists of parts.
             chat_template_kwargs: variables of the template, e.g. ``{"enable_thinking": False}``.
             mm_processor_kwargs: must be None.
 
@@ -279,7 +280,8 @@ class LLM:
         Args:
             text_1: one query for all documents, or a list with one query for each document.
             text_2: one or more documents.
-            instruction: text that says which documents are relevant, by default for a web search.
+            instruction: text that says which documents are relevant. The default text is for a web
+                search.
             truncate_prompt_tokens: maximum number of tokens of a prompt; -1 means as many as the
                 context allows. If a prompt is longer, the end of its document is cut off.
             pooling_params: must be None.
@@ -421,7 +423,9 @@ class LLM:
         return with_structure(found, self._grammars)
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's token ids. Their number is not limited: ids may be cut off later."""
+        """Return a text's token ids. The number of ids is not limited here, because ids may be cut
+        off later.
+        """
         return self.tokenizer.encode(
             text, add_special_tokens=add_special_tokens, max_tokens=sys.maxsize
         )

@@ -29,8 +29,8 @@ WAITING = 64  # length of the listen queue, which also holds connections that ti
 LOOK_S, LOOK_MS = 0.05, 500
 CONNECT_S = 1.0
 ADMISSION_S = 1.0  # seconds to wait for an answer that needs no call to Ray
-# Seconds to wait for an answer if the owner must call Ray. Longer than the time limits of these
-# calls.
+# Seconds to wait for an answer if the owner must call Ray. The owner's calls to Ray have shorter
+# time limits.
 SEARCH_S = 30.0
 
 logger = logging.getLogger(__name__)

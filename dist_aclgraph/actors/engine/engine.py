@@ -77,7 +77,7 @@ class EngineSettings:
     counts_shared_blocks: bool
     has_state: bool  # whether the model has recurrent state
     files: GroupFiles | None  # None if no copies of KV are kept
-    # the servers of files that workers run, see ``GroupFiles.servers``
+    # the file servers in workers, see ``GroupFiles.servers``
     servers: tuple[NodeServer, ...]
     token: str
     # address at which the engine serves files; None if only processes of its node connect

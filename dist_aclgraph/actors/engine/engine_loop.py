@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # seconds between two checks while there is no work
-COPYING_S = 0.002  # seconds between two checks while copy jobs run, but no step
+COPYING_S = 0.002  # seconds between two checks while copy jobs run, but no step runs
 UNHELD_S = 0.01  # seconds between two checks of the lease while the lease is not held
 # A mean is reported after MEAN_FROM steps. It covers about the last MEAN_OF steps.
 MEAN_FROM, MEAN_OF = 16, 200
@@ -164,7 +164,9 @@ class EngineLoop:
     # ---- any thread
 
     def fail(self, reason: str) -> None:
-        """End all requests, and refuse later requests. Their errors contain ``reason``."""
+        """End all requests, and refuse later requests. All these requests get errors with
+        ``reason``.
+        """
         if not (self._failure or self._stopping):
             event(logger, "epoch_failed", logging.ERROR, step=self._num_steps, cause=reason)
         self._failure = self._failure or reason
@@ -180,9 +182,9 @@ class EngineLoop:
         return self._failure
 
     def pause_now(self) -> str:
-        """Return why the group has paused, until it is resumed; "" if the group runs steps.
+        """Return why the group is paused; "" if the group runs steps, or if the pause is still
+        short.
 
-        A short pause does not count: the result is "".
         """
         return self._resumption.pause_now()
 

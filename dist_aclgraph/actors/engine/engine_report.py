@@ -25,7 +25,7 @@ class LoopCounts:
     prompt_tokens: int
     generation_tokens: int
     steps: int
-    # for each kind of fault, how many times the group was resumed after it
+    # for each kind of fault, how many times the group was resumed after such a fault
     resumptions: Mapping[DeviceFault, int]
     num_read: Mapping[str, int]  # for each tier, the number of KV blocks that were read from it
     fetched: Mapping[str, int]  # counts of the workers on other nodes; see ``FetchCounts``

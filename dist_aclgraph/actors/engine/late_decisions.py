@@ -13,8 +13,8 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.step import StepPlan
 
 # For each kind of step, the stored time says how long the next decision could have waited while
-# earlier steps of this kind ran. The next delay is shorter than the stored time: by LEAST_SPARE_S
-# seconds, or by the fraction SPARE_PART of the stored time if this fraction is more.
+# earlier steps of this kind ran. The next delay is the stored time minus a reserve. The reserve is
+# the fraction SPARE_PART of the stored time, but at least LEAST_SPARE_S seconds.
 LEAST_SPARE_S, SPARE_PART = 0.001, 0.25
 MAX_DELAY_S = 0.05
 # A shorter measured time replaces the stored time at once. A longer measured time increases the
@@ -42,7 +42,8 @@ class LateDecisions:
         return min(MAX_DELAY_S, max(0.0, spare_s - max(LEAST_SPARE_S, SPARE_PART * spare_s)))
 
     def note(self, ended: StepPlan, delayed_s: float, waited_s: float) -> None:
-        """Learn from a step that has ended while the next step is in flight.
+        """Update the stored time for steps like ``ended``. To be called when ``ended`` has ended
+        and the next step is in flight.
 
         Args:
             delayed_s: how many seconds the decision of the next step waited.

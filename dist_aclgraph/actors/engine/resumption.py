@@ -77,7 +77,9 @@ class Resumption:
         self.counts: Counter[DeviceFault] = Counter()
 
     def pause_now(self) -> str:
-        """Return why the group has paused; "" if steps run or the pause is short. Thread-safe."""
+        """Return why the group is paused; "" if steps run, or if the pause is still short.
+        Thread-safe.
+        """
         begun = self._begun
         if begun is None or time.monotonic() - begun[0] < MOMENT_S:
             return ""

@@ -1,11 +1,11 @@
 """Forks workers from one process that has imported the libraries of workers.
 
 The import of Ray, torch and torch_npu keeps a core busy for seconds in every worker. If more
-processes start than the machine has cores, they compete for the cores. On such a machine, the fork
-server imports the libraries once. All workers are then forked from the server, also those that
-later replace dead workers. The server opens no device and has no threads, so a forked process is
-like a new process. Instead of Python, Ray starts ``fork_client.py``, because ``py_executable`` in
-the workers' runtime environment names it. ``fork_client.py`` sends its arguments, environment and
+processes start than the machine has cores, the processes compete for the cores. On such a machine,
+the fork server imports the libraries once. Then all workers are forked from the server. Workers
+that later replace dead workers are forked from the server, too. The server opens no device and has
+no threads, so a forked process is like a new process. Ray's setting ``py_executable`` makes Ray
+start ``fork_client.py`` instead of Python. ``fork_client.py`` sends its arguments, environment and
 output streams to the server. Everything else in Ray is as usual.
 """
 

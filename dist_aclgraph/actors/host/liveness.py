@@ -88,7 +88,8 @@ class SharedHeartbeat:
         served_before: whether a previous child process has served.
     """
 
-    REST, FIRST, LAST = 0, 1, 255  # Values of the byte. REST means that no heartbeat is expected.
+    # Values of the byte. REST: no heartbeat is expected. Heartbeats count from FIRST to LAST.
+    REST, FIRST, LAST = 0, 1, 255
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         # The first byte is the heartbeat. The second byte is 1 if the process has served.

@@ -1,9 +1,9 @@
 """BlockFetches: fetches files of KV blocks from the nodes of other groups to this node.
 
 A few threads copy files into the first tier of this node. A file gets its final name when it is
-complete. From then on, requests find the file like a file that was written on this node. If a fetch
-fails, this group computes the missing tokens of the prompt. No request waits longer than
-``QUEUE_S`` plus ``LIMIT_S``.
+complete. Then requests find and use the file, as if this node had written it. If a fetch fails,
+this group computes the missing tokens of the prompt. No request waits longer than ``QUEUE_S`` plus
+``LIMIT_S``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Fetch:
     Attributes:
         source: the group that has the files.
         names: the hashes of the blocks, in the order of the prompt.
-        depth: number of blocks before the first of these blocks in the prompt.
+        depth: number of the prompt's blocks that come before these blocks.
         is_wanted: a function that returns whether the request still waits.
         deadline_s: the time at which the request stops waiting for a free thread, or for the end of
             the fetch.
@@ -216,8 +216,8 @@ class BlockFetches:
         return partial(self._begin, source, is_wanted) if self._ways(source) else None
 
     def _ways(self, source: BlockSource) -> list[Endpoints]:
-        """Return the endpoints of the routes to a source; if several nodes have a file, the node
-        that is best now is in the route.
+        """Return the endpoints of the routes to a source. If several nodes have a file, the routes
+        choose a node from which few fetches read now.
         """
         nodes = [address.node_id for address in source.addresses]
         # All groups on a node share their files, so nothing is fetched from groups on this node.
@@ -229,7 +229,9 @@ class BlockFetches:
         return [way for way in (self._resolve(source, each) for each in found) if way is not None]
 
     def _load(self, source: BlockSource, node: int) -> int:
-        """Return how many fetches read files from a node; more than possible if it is paused."""
+        """Return how many fetches read files from a node. If nothing can be fetched from the node
+        now, return a larger number than any real number of fetches.
+        """
         try:
             url = source.addresses[node].seen_from(self._node_id).url
         except PlacementError:  # the node expects only peers on its own node
@@ -309,7 +311,7 @@ class BlockFetches:
                 fetch.done.set()
 
     def _run(self, context: Context, fetch: _Fetch) -> None:
-        with self._guard:  # so that each thread sees what the other thread has chosen
+        with self._guard:  # so that each thread sees the routes that the other threads have chosen
             fetch.ways = [way for way in self._ways(fetch.source) if not self._is_paused(way)]
         if not fetch.ways or not self._goes_on(fetch):
             return
@@ -330,8 +332,8 @@ class BlockFetches:
 
     def _pause(self, url: str) -> None:
         now_s = self._clock()
-        # Pauses that have ended are removed. Otherwise they would fill the memory, because groups
-        # come and go.
+        # Pauses that have ended are removed. Otherwise they would fill the memory in time, because
+        # new groups have new URLs.
         self._paused = {each: end_s for each, end_s in self._paused.items() if end_s > now_s}
         self._paused[url] = now_s + PAUSE_S
 

@@ -164,7 +164,7 @@ class _Link:
         such file.
         """
         frames: list[memoryview] = []
-        while self._last < number:  # drops the answers for files that are not needed any longer
+        while self._last < number:  # drops the answers to earlier requests
             if not self._socket.poll(int(silence_s * 1000)):
                 raise SourceError(self._url, f"no file has arrived within {silence_s:g} s")
             # The frames are not copied, because a copy of many bytes would hold Python's global
@@ -188,8 +188,8 @@ class _Link:
             self._end_reads(number)
 
     def _read(self, frame: memoryview) -> Iterator[memoryview]:
-        """Read a file from the memory of the source's node, and yield it. ``frame`` says where it
-        is.
+        """Read a file from the memory of the source's node, and yield it. ``frame`` contains the
+        file's address.
         """
         assert self._reader is not None
         try:

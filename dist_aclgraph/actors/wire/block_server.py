@@ -122,8 +122,8 @@ class ReadFile(msgspec.Struct, frozen=True, array_like=True, tag="read"):
 
 
 class EndReads(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """Says that the reader no longer needs the files of its requests with numbers up to ``number``.
-    The server does not answer this message.
+    """Says that the reader has finished its requests with numbers up to ``number``, so the server
+    can free the slots of these files. The server does not answer this message.
     """
 
     token: str

@@ -189,8 +189,8 @@ class ClientLinks:
     def have_confirmed(self, version: int) -> bool:
         """Return whether all clients use this version of the list or a later version. Thread-safe.
 
-        If so, no client will send another request that it routed by an earlier version: all such
-        requests are already in the loop's queue of events.
+        If so, all requests that clients routed by earlier versions are already in the loop's queue
+        of events.
         """
         return all(link.groups_version >= version for link in list(self._links.values()))
 

@@ -2,7 +2,7 @@
 
 Other nodes can read a certain memory of this process, which is divided into slots. The server
 copies a requested file into a slot, and sends the slot's address to the reader instead of the file.
-The slot keeps the file until the reader no longer needs it.
+The slot contains the file until the reader reports that it has finished.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dist_aclgraph.kv.arena import Arena, Slot
 from dist_aclgraph.planning.budget import MAX_LINKS
 
 # A reader that is silent for LEASE_S seconds counts as dead: its slots get other files, and another
-# reader may take its place. A reader that is still alive does no harm: it only reads memory, and
-# the checksum shows that the slot contains another file. A reader ends a link that it has not used
-# for IDLE_S seconds.
+# reader may take its place. If the reader is alive in fact, it does no harm: it only reads memory,
+# and the checksum shows the reader that the slot contains another file. A reader ends a link that
+# it has not used for IDLE_S seconds.
 LEASE_S, IDLE_S = 60.0, 30.0
 MAX_WAITING = 256  # maximum number of requests that wait for a slot; further requests get no answer
 
@@ -144,12 +144,12 @@ class LentFiles:
 
         Args:
             peer: the connection of the reader.
-            number: number of the request. Each request of a connection has a higher number than the
-                one before.
+            number: number of the request, which is higher than the numbers of the connection's
+                earlier requests.
             reader: name of the reader's HIXL engine.
-            open_file: a function that opens the file, and returns None if there is no file. It is
-                called when a slot may be free. If ``open_file`` itself is None, there is no file
-                either.
+            open_file: a function that opens the file, and returns None if there is no file. The
+                function is called when a slot may be free. None if it is already known that there
+                is no file.
         """
         if len(self._waiting) < MAX_WAITING:
             found = open_file if self._admit(reader) else None

@@ -36,7 +36,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     token: str
     client: str
-    protocol: str = ""  # hash of all messages, see ``protocol``; "" from older versions
+    protocol: str = ""  # hash of all messages, see ``protocol``; old clients send ""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

@@ -1,5 +1,5 @@
-"""The step channel: an engine sends each step's plan to all workers of its group, and receives
-their results.
+"""The step channel: an engine sends each step's plan to all workers of its group, and receives the
+workers' results.
 
 Workers on the engine's node use Unix sockets (``local_steps.py``). Workers on other nodes use
 ZeroMQ (``remote_steps.py``). Messages are MessagePack. Every message contains its epoch and its

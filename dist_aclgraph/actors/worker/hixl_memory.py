@@ -2,7 +2,7 @@
 
 The memory has two parts. The first part contains files of this worker, which other nodes read
 there. The second part gets files that this worker reads from other nodes. One thread makes all
-calls of HIXL. If a transfer has failed, no other file may use its slot until the link has ended.
+calls of HIXL. If a transfer fails, its slot stays reserved until the transfer's link has ended.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ class HixlMemory:
 
     Attributes:
         engine: name of the HIXL engine, as ``host:port``.
-        num_lost: number of slots that cannot be used any more, because a link did not end and may
-            still write to them.
+        num_lost: number of unusable slots: slots to which a link that did not end may still write.
 
     Raises:
         PlacementError: no port is free, or the address is a wildcard.
@@ -261,7 +260,7 @@ class HixlMemory:
         self._links[name] = self._clock()
 
     def _end_link(self, engine: Transfers, name: str) -> bool:
-        """End a link. Return True if no transfer can access memory through this link any longer."""
+        """End a link. Return whether it has ended, so that its transfers cannot access memory."""
         self._links.pop(name, None)
         try:
             engine.disconnect(name, DISCONNECT_S)

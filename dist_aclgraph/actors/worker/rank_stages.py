@@ -464,8 +464,8 @@ class RunningRank:
         joined.npu.give_back()
         # Before graphs are captured, the caches of the trial steps are freed, and larger caches
         # replace them. The recurrent states keep their size, so their bytes count as free. The
-        # bytes of the few blocks do not count as free, because parts of torch's segments may stay
-        # reserved.
+        # bytes of the trial steps' KV blocks do not count as free, because parts of torch's
+        # segments may stay reserved.
         free_bytes = joined.npu.memory().free_bytes + self.runner.caches.state_bytes
         free_bytes -= self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
