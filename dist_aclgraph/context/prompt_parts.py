@@ -99,8 +99,8 @@ def plan_parts(
     *,
     cuts_requests: bool = True,
 ) -> tuple[Part, ...]:
-    """Return the parts of one prefill rank: the attention of all requests that the prefill ranks
-    split.
+    """Return the parts for one prefill rank. Together, the parts are the attention of all requests
+    that the prefill ranks split.
 
     The division into parts and chunks is the same on every rank, but each rank has its own
     launches.

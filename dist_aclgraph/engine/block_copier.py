@@ -317,8 +317,8 @@ class BlockCopier:
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
         """Read or write the files of a piece; return how many blocks were written, or how many
-        leading blocks were read. If a block cannot be read, the blocks after it are not read,
-        because a request cannot use them without it.
+        leading blocks were read. If a block cannot be read, the later blocks are not read, because
+        a request cannot use a block without all earlier blocks.
         """
         count = 0
         for place, (block_hash, depth) in enumerate(piece.files):

@@ -40,7 +40,8 @@ class ComingEmbeddings:
 def queue_embeddings(
     npu: Npu, batch: InputBatch, inputs: HostStep, hidden: Tensor, num_places: int
 ) -> ComingEmbeddings | None:
-    """Queue a copy of this step's embeddings to the host. Return None if no request asks for one.
+    """Queue a copy of this step's embeddings to the host. Return None if no request asks for an
+    embedding.
 
     The host does not wait.
 

@@ -46,7 +46,7 @@ class GraphStore:
 
     def find(self, graph: BatchDescriptor, kv_len: int) -> Captured:
         """Return the captured graphs of the bucket ``graph``. If the bucket has graphs for several
-        KV lengths, return those for the smallest length that is at least ``kv_len``.
+        KV lengths, return the graphs for the smallest length that is at least ``kv_len``.
 
         Raises:
             ReplayMismatchError: there is no such graph, or steps must not replay it yet.
@@ -99,8 +99,8 @@ class GraphStore:
     def capture_pieces(
         self, graph: BatchDescriptor, run: Callable[[CapturedPieces], object]
     ) -> CaptureCost:
-        """Call the function ``run``, which passes segments to its argument, and capture each of
-        these segments; see ``_capture``.
+        """Call ``run`` with a function. ``run`` calls this function with each segment, and the
+        function captures the segment; see ``_capture``.
         """
 
         def record() -> Bucket:

@@ -183,8 +183,8 @@ class InputBatch:
         return share_prompts(step, place.num_prompt_ranks, place.prompt_rank)
 
     def _go_on(self, last: HostStep) -> HostStep:
-        """Return the inputs of the decode step after ``last``, which runs the next token of the
-        same requests.
+        """Return the inputs of the decode step after ``last``. This step runs the next token of
+        each request of ``last``.
         """
         rows, positions, kv_lens = last.rows, last.positions + 1, last.kv_lens + 1
         if self._num_left:

@@ -68,8 +68,8 @@ class StateSteps:
         goes_on = inputs.kv_lens > lens
         num_places = self._slots.num_places
         is_direct = (lens == num_places) & goes_on
-        # A chunk of a prompt can have as many tokens as a request that verifies drafts, but fewer
-        # of its tokens need logits.
+        # A chunk of a prompt can have ``num_places`` tokens, too, but not all of these tokens need
+        # logits. All tokens of a request that verifies drafts need logits.
         if self._passed is not None:
             is_direct &= logits == num_places
         num_direct = int(np.logical_and.accumulate(is_direct).sum())

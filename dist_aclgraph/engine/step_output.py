@@ -32,9 +32,9 @@ from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.host_step import NO_INTS, HostStep
 from dist_aclgraph.steps.step import PromptLogprobs, RankBatch, RowLogprobs
 
-# Axis 0: the counters of the decoder, then those of the next-token module. Axis 1: the number of
-# computed tokens, then the number of tokens beyond the capacity of an exchange. Axis 2 pads each
-# number to 32 bytes, because operators load 32 bytes at once.
+# Axis 0: the counters of the decoder, then the counters of the next-token module. Axis 1: the
+# number of computed tokens, then the number of tokens beyond the capacity of an exchange. Axis 2
+# pads each number to 32 bytes, because operators load 32 bytes at once.
 TALLY_SHAPE = (2, 2, 4)
 
 # A number is NaN or infinite if all bits of its exponent are set.
@@ -152,8 +152,8 @@ class StepOutput:
         ]
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
-        # ``_coming_rows``: the rows with bad words whose latest token a step in flight samples.
-        # ``_coming``: these tokens.
+        # ``_coming_rows``: the rows that have bad words, and whose latest tokens are not on the
+        # host, because a step in flight samples them. ``_coming``: these tokens.
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()

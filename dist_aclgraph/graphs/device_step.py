@@ -14,8 +14,8 @@ class DraftInputs(NamedTuple):
     Attributes:
         rows: [num_reqs] int32, rows of the requests. Padding requests have the spare row, whose
             values are not used.
-        most: [num_reqs] int32, for each request, how many of its drafts may be accepted at most,
-            from 0 to k.
+        most: [num_reqs] int32, for each request, the maximum number of accepted drafts, from 0 to
+            k.
         positions: [num_reqs, k + 1] int32, positions of the places.
         slots: [num_reqs, 3 k] int32, slots of 3 k consecutive positions, which begin at the
             position of the request's first place; -1 is padding.

@@ -36,8 +36,8 @@ class CapturedPieces:
         self._next = 0
 
     def capture(self, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Record the next piece. The caller must keep the piece's outputs until later pieces are
-        recorded.
+        """Record the next piece. The caller must hold references to the piece's outputs until all
+        later pieces that read them are recorded.
 
         Raises:
             StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: the capture failed; the

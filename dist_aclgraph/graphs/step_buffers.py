@@ -4,7 +4,7 @@ graph.
 The integer inputs of a graph (tokens, positions, slots, places) are at the front of one buffer,
 each array at an aligned address. So a step sends all of these inputs in one copy. If the block
 table has changed, the step sends it in a second copy. An array that the pinned memory already
-contains is not written there again. A graph that verifies drafts has inputs for drafts in place of
+contains is not written there again. A graph that verifies drafts has inputs for drafts instead of
 ``places``, because all of its tokens are sampled. Padding has these values: token 0, position 0,
 slot -1 (its KV is not written), place 0, the spare row, 0 as the maximum number of accepted drafts,
 and block 0 (the dummy block, which no request owns).
@@ -123,7 +123,7 @@ class StepBuffers:
         # The block table of the last step, if ``_table`` contains the same blocks; otherwise None.
         self._latest_table: IntArray | None = None
         self._written_rows = 0  # number of rows of the last step's block table
-        self._written_width = 0  # number of its columns; all later columns of ``_table`` are zero
+        self._written_width = 0  # number of columns of this table; ``_table`` is zero after them
         self._is_forgotten = False  # whether the next step must send all rows of the block table
         self._stream = runtime().current_stream()
 
@@ -300,8 +300,8 @@ class _Layout(NamedTuple):
 
     Attributes:
         inputs: view of the device's buffer that contains all integer inputs of the graph.
-        twins: for each of the pinned memories, a view that has the size of ``inputs`` and is copied
-            to it.
+        twins: for each of the pinned memories, a view with the size of ``inputs``. A step copies
+            one of these views to ``inputs``.
         arrays: for each of the pinned memories, views of the input arrays in it.
     """
 

@@ -14,9 +14,9 @@ graph continues. Lengths are sent either
 Rules for the order of work on the device:
 
 1. A task is patched only after the last replay has read the old lengths. The task's event is
-  recorded only after the last replay has reset the event; otherwise the reset cancels the record,
-  and the device waits for ever. So the update stream waits for the end of the last replay before it
-  opens the first task for the next replay.
+  recorded only after the last replay has reset the event; otherwise the reset would undo the
+  recording, and the device would wait for ever. So the update stream waits for the end of the last
+  replay before it opens the first task for the next replay.
 2. An open task lets the graph continue. If the step has other lengths, open tasks are closed: the
   update stream waits for the recorded events and resets them, as a replay would do. The main stream
   waits for these resets before the replay. All tasks are patched after the replay is queued.
@@ -47,9 +47,9 @@ class UpdatableTask:
     """One captured attention operator.
 
     Attributes:
-        arguments: arguments of the operator; their lengths are those that were sent last. Device
-            tensors among the arguments are weak references, so that the graph's pool can reuse
-            their memory inside the graph.
+        arguments: arguments of the operator. They include the lengths that were sent to the task
+            last. Device tensors among the arguments are weak references, so that the graph's pool
+            can reuse their memory inside the graph.
         ahead: index of the iteration of drafting to which the operator belongs. The operator uses
             the KV lengths of this iteration.
     """

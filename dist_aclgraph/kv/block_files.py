@@ -213,7 +213,7 @@ class BlockFiles:
     @contextmanager
     def _new_file(self, path: Path, size: int) -> Iterator[_NewFile]:
         """Reserve ``size`` bytes and open an unfinished file. At the end of the context, the file
-        gets its name.
+        gets its final name.
 
         No file is opened if the block's file exists, if another process writes this file, or if
         there is no room. If the context ends with an OSError, the unfinished file is removed.

@@ -114,7 +114,8 @@ class Checkpoints:
 
     def hold(self, block_hash: BlockHash) -> int | None:
         """Return the number of a stored checkpoint, whose contents stay until ``release`` is
-        called. Return None if no checkpoint with this hash is stored, or if it is already held.
+        called. Return None if no checkpoint with this hash is stored, or if the checkpoint is
+        already held.
         """
         checkpoint = self._stored.get(block_hash)
         if checkpoint is None or checkpoint in self._held:

@@ -102,7 +102,7 @@ class CacheEvents:
         # blocks that were reported as stored, and whose eviction was not reported yet
         self._known: set[BlockHash] = set()
         self._events: list[_Stored | _Removed | _Cleared] = []
-        self._last_stored = b""  # hash of the last block of the last _Stored
+        self._last_stored = b""  # hash of the last block of the latest ``_Stored`` event
 
     def stored(self, block_hash: BlockHash, parent: BlockHash, tokens: Sequence[int]) -> None:
         """Report that a block was stored. Consecutive blocks of a prefix are combined to one event.

@@ -191,8 +191,8 @@ def routes(
         readers: the parts of the cache that the workers on the reading node keep.
         here: index of the reading node among the source group's nodes; None if it is not one of
             these nodes.
-        turn: a number that decides from which node a file is read if several nodes with the same
-            load have it. Readers with different numbers use different nodes.
+        turn: a number that chooses the node from which a file is read, if several nodes with the
+            same load have the file. Readers with different numbers use different nodes.
         load: returns the load of a node. If several nodes have a file, the file is read from one
             with the lowest load.
     """

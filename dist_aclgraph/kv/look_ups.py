@@ -87,7 +87,8 @@ def count_found(
     later blocks are deleted first (``block_files``). If this assumption is wrong, the result may be
     too large. In that case, the read of the missing file fails later. The first block's file is
     always looked up, because the files of a prefix can be deleted before the files of later blocks.
-    This happens if the prefix is in the device's cache for so long that no request reads its files.
+    This happens if the prefix stays in the device's cache: then no request reads the prefix's
+    files, so these files become the least recently used files.
 
     Args:
         is_refused: returns whether a block's file must not be used.

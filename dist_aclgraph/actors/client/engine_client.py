@@ -104,8 +104,7 @@ class EngineClient:
         self._node_id = node_id
         self._link_s = link_s
         self._groups_version = 0
-        # Among groups that are equally good, each replica of the ingress starts with a random
-        # group.
+        # If groups are equally good, each replica of the ingress starts with a random group.
         router = RequestRouter(first=secrets.randbelow(len(addresses)))
         self._table = RequestTable(router, recovery, lambda *command: self._commands.put(command))
         for index, address in enumerate(addresses):
@@ -150,8 +149,7 @@ class EngineClient:
             output: tokens that the request already has, int32; the engine continues after them.
             role: see ``TransferRole``.
             peer: see ``OpenRequest``.
-            wakes: whether to wake the I/O thread. With False, the caller must call ``wake`` later,
-                for example once for several requests.
+            wakes: whether to wake the I/O thread; if False, the caller must call ``wake`` later.
 
         Raises:
             EngineDeadError: no engine is alive, and the deployment will start no other engine.
@@ -192,9 +190,7 @@ class EngineClient:
             return self._table.router.block_names(pack_ints(prompt_ids), cache_salt)
 
     def blocks_of(self, group: str) -> BlockSource | None:
-        """Return the source from which other groups fetch the KV blocks of ``group``; None if they
-        cannot fetch them.
-        """
+        """Return the source from which other groups fetch ``group``'s KV blocks, or None."""
         with self._lock:
             found = (each.blocks for each in self._table.engines.values() if each.name == group)
             return next(found, None)
@@ -217,8 +213,7 @@ class EngineClient:
         self.raise_if_dead()
         asked: list[OpenQuery] = []
         for engine in self._known():
-            # The query is opened before the check whether the engine is lost. So if the engine is
-            # lost after the check, the loss also ends the query.
+            # The query is opened before the check, so that a loss after the check ends the query.
             opened = self._queries.open(engine, what)
             with self._lock:
                 is_gone = engine.dead_because or engine.url not in self._table.engines
@@ -418,8 +413,7 @@ class EngineClient:
     def _follow(self, token: str, node_id: str) -> None:
         """If the token is new, switch to the deployment of this token.
 
-        The new deployment counts the versions of its group list from the start. So the client
-        forgets the version of the last list.
+        Another deployment counts list versions from the start, so the last version is forgotten.
         """
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")

@@ -266,7 +266,7 @@ def joined(
 
 
 def _raylet_of_this_node() -> int | None:
-    """Return the id of this node's raylet process; None if the raylet is in another PID namespace."""
+    """Return the id of this node's raylet; None if the raylet is in another PID namespace."""
     node = ray_worker.global_worker.node
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(node.raylet_socket_name)

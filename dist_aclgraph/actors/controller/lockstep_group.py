@@ -48,7 +48,7 @@ class LockstepGroup:
     pool_bytes: int = 0
     lazy_capacity: int = 0
     loops: list[Any] = field(default_factory=list)
-    number: int = 0  # clients use this number as the group's name; each group has another number
+    number: int = 0  # clients use this number as the group's name; each group has its own number
     opened_at: Address | None = None  # address at which clients reach the group's engine
     blocks_at: BlockSource | None = None  # address at which other groups fetch the KV of prompts
     # The workers that manage the files of KV blocks on nodes whose files the engine does not

@@ -366,8 +366,7 @@ class ServingGroups:
             self._starter.command(self.config)
 
     def give_up_lost(self, *, are_replaced: bool) -> None:
-        """Free the NPUs of lost groups. If a lost group has surviving workers that can join a new
-        group, the lost group keeps its NPUs.
+        """Free the NPUs of lost groups whose workers cannot join a new group.
 
         Args:
             are_replaced: whether lost groups will be replaced. If not, there will be no new group
@@ -470,9 +469,7 @@ class ServingGroups:
 
 
 def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
-    """Return the world ranks of ``count`` groups of ``size`` ranks each; the first rank is
-    ``first``.
-    """
+    """Return the ranks of ``count`` groups of ``size`` ranks each, from world rank ``first`` on."""
     starts = range(first, first + count * size, size)
     return [tuple(map(WorldRank, range(start, start + size))) for start in starts]
 

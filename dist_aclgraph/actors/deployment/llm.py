@@ -86,8 +86,7 @@ class LLM:
     Args:
         model: a model's directory, a model's name, a configuration, or the path of a configuration
             file.
-        overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``. If ``options`` sets the same
-            key, the value in ``overrides`` is used.
+        overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``; they override ``options``.
         start: a function that starts the deployment, by default on Ray.
         options: options of vLLM, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; see the
             list in ``vllm_options.py``.
@@ -280,8 +279,7 @@ class LLM:
         Args:
             text_1: one query for all documents, or a list with one query for each document.
             text_2: one or more documents.
-            instruction: text that says which documents are relevant. The default text is for a web
-                search.
+            instruction: text that says which documents are relevant; the default is for web search.
             truncate_prompt_tokens: maximum number of tokens of a prompt; -1 means as many as the
                 context allows. If a prompt is longer, the end of its document is cut off.
             pooling_params: must be None.
@@ -423,9 +421,7 @@ class LLM:
         return with_structure(found, self._grammars)
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's token ids. The number of ids is not limited here, because ids may be cut
-        off later.
-        """
+        """Return all token ids of a text; a later function may cut ids off."""
         return self.tokenizer.encode(
             text, add_special_tokens=add_special_tokens, max_tokens=sys.maxsize
         )

@@ -140,9 +140,7 @@ class ScoringRequestOutput:
 
 
 def as_logprobs(row: RowLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """Return log-probabilities with token ids as keys: first the chosen token, then the most
-    probable tokens.
-    """
+    """Return log-probabilities by token id. The chosen token is the first key."""
     return {
         token_id: Logprob(logprob, rank, tokenizer.own_text(token_id))
         for token_id, (logprob, rank) in row.ranked().items()

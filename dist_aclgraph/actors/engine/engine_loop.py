@@ -182,10 +182,7 @@ class EngineLoop:
         return self._failure
 
     def pause_now(self) -> str:
-        """Return why the group is paused; "" if the group runs steps, or if the pause is still
-        short.
-
-        """
+        """Return why the group is paused; "" if steps run, or if the pause is still short."""
         return self._resumption.pause_now()
 
     def stop(self) -> None:

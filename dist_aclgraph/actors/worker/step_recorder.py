@@ -37,7 +37,7 @@ from dist_aclgraph.steps.step import RankPlan
 
 logger = logging.getLogger(__name__)
 
-FOLDER, SUFFIX = "steps", ".steps"  # folder of the files, inside the log folder; their suffix
+FOLDER, SUFFIX = "steps", ".steps"  # the files' folder inside the log folder; the files' suffix
 MAGIC = b"STEPS001"
 # Maximum number of files per node. If there are more, the oldest files of ended ranks are removed.
 KEPT_FILES = 64

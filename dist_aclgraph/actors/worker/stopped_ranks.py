@@ -1,7 +1,7 @@
 """Reads the recorded steps of a group's ranks, and finds out which rank stopped first, and where.
 
 A rank that waits for its device may in fact wait for other ranks, in a collective. So if some ranks
-do not wait for their devices, one of them is to blame. ``wire/blame.py`` has the same rule.
+do not wait for their devices, one of these ranks is to blame. ``wire/blame.py`` has the same rule.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ def _slow(recordings: Sequence[Recording]) -> Explanation | None:
 
 
 def mean_wait_us(recording: Recording) -> float | None:
-    """Return how long a rank waited for the results of a step on average, in microseconds; None if
-    there were too few steps.
+    """Return a rank's mean wait for the results of a step, in microseconds; None if there were too
+    few steps.
     """
     waits = [wait for step in recording.steps if (wait := _wait_us(step)) is not None]
     return sum(waits) / len(waits) if len(waits) >= MIN_STEPS else None

@@ -338,7 +338,7 @@ class Worker:
         return self._running.runner.pool_memory.total_bytes
 
     def check_plan(self, step: RankPlan) -> None:
-        """Raise an error if a step's graph plan or data-parallel rank is not that of this worker.
+        """Check that a step is for this worker's graph plan and data-parallel rank.
 
         Raises:
             RankDisagreementError: names both graph plans, or both data-parallel ranks.
@@ -374,8 +374,8 @@ class Worker:
         rank.runner.launch(step, rank.joined.group_rank, report)
 
     def open_node_files(self, settings: NodeFilesSettings) -> NodeServer | None:
-        """Look after the files of KV blocks on this node until the next step loop ends. Return the
-        server for other groups. Raises the same errors as ``NodeFiles``.
+        """Look up, fetch and serve the files of KV blocks on this node until the next step loop
+        ends. Return the server for other groups. Raises the same errors as ``NodeFiles``.
         """
         self._node_files = NodeFiles(self._config, settings)
         if self._copies is None and self._config.kv.host_gib:

@@ -295,7 +295,7 @@ def check_nodes(infos: Sequence[WorkerInfo], ranks_of_node: int) -> None:
     requires.
 
     Raises:
-        PlacementError: the message says which node has another number of ranks.
+        PlacementError: the message says which node has a wrong number of ranks.
     """
     counts = Counter(info.node_id for info in infos)
     for info in infos:

@@ -1,5 +1,5 @@
-"""Multi-token prediction: a module proposes drafts, and the next step verifies them. Both happen on
-the device.
+"""Multi-token prediction: a module proposes drafts, and the next step verifies them. The device
+does this work without the host.
 
 In a step, the target model runs each request's last token and its k drafts, and a token is sampled
 at each of these places. A draft is accepted if it equals the token that was sampled at the previous
@@ -169,7 +169,7 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
     Args:
         sampled: [num_reqs, k + 1] int32, the token that was sampled at each place.
         drafted: [num_reqs, k] int32, the drafts of each request.
-        most: [num_reqs] int32, for each request, how many of its drafts may be accepted at most.
+        most: [num_reqs] int32, for each request, the maximum number of accepted drafts.
 
     Returns:
         [num_reqs] int32, from 0 to k; no result exceeds the request's element of ``most``.

@@ -7,7 +7,7 @@ moved to the end of the row's output: forward over new tokens, and back over dis
 
 A row can reason before it answers. The row's grammar applies only to the answer. While the row
 reasons, only the tokens that would end the output are forbidden. If the reasoning reaches its
-maximum number of tokens, the mask forces its end.
+maximum number of tokens, the mask forces the end of the reasoning.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class Matchers:
         # the sampled requests.
         self._failed: dict[int, str] = {}
         self._unmasked: list[int] = []
-        # Rows that a step has sampled without a mask, and in which no request has begun since then.
-        # The token that was sampled without a mask is discarded, but steps that are already in
-        # flight sample these rows again.
+        # Rows that a step has sampled without a mask. A row stays in this set until a request
+        # begins in it. The token that was sampled without a mask is discarded, but steps that are
+        # already in flight sample these rows again.
         self._late: set[int] = set()
         # The rows passed to the last call of ``concern``, and the result of that call.
         self._asked: IntArray | None = None

@@ -70,7 +70,7 @@ class SlowRow(Row):
         return is_same and is_good and self.free_from == sampling.min_tokens
 
     def drop(self) -> None:
-        """Stop the computation of masks. Call this when no request uses the row any more."""
+        """Stop the computation of masks. Call this when the last request of the row has left it."""
         self._is_dropped = True
         if self._mask is not None:
             self._mask.cancel()

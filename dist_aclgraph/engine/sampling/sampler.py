@@ -71,7 +71,7 @@ def _add_biases(logits: Tensor, biases: Biases | None) -> Tensor:
     if biases is None:
         return logits.float()
     if biases.where is None:
-        return torch.add(biases.values, logits)  # this single operator also converts the logits
+        return torch.add(biases.values, logits)  # this operator also converts the logits to float32
     return logits.float().index_add(0, biases.where, biases.values)
 
 
@@ -184,7 +184,8 @@ def report_of(logits: Tensor, chosen: Tensor, num_best: int) -> Tensor:
 
     Returns:
         A tensor on the device with the columns of ``ComingLogprobs.packed``. It contains the
-        ``num_best`` most probable tokens, or one token if ``num_best`` is 0.
+        ``num_best`` most probable tokens. If ``num_best`` is 0, it contains the most probable
+        token.
     """
     all_logprobs = torch.log_softmax(logits.float(), dim=-1)
     of_chosen = all_logprobs.gather(1, chosen.long().unsqueeze(-1))  # [n, 1]

@@ -103,7 +103,8 @@ class TokenCounts:
         if penalties.repetition is not None:
             weaker, stronger = values / penalties.repetition, values * penalties.repetition
             # A penalty divides positive logits and multiplies negative logits. If the penalty is at
-            # least 1, the smaller one of quotient and product is right in both cases.
+            # least 1, the result is the smaller number of quotient and product, for positive and
+            # for negative logits.
             if penalties.only_weakens:
                 repeated = torch.minimum(weaker, stronger)
             else:

@@ -28,13 +28,12 @@ AFTER_ATTENTION = 5
 SUMMED_NORMS = 10
 # Number of additional operators before sparse attention: one for the queries of latent attention,
 # and six for the indexer (a layer norm, two rotations, two joins, and a product for the weights of
-# its heads). Sparse attention itself takes at most as many queue entries as attention whose lengths
-# are updated (``ATTENTION``).
+# its heads). Sparse attention itself takes at most ATTENTION queue entries.
 INDEXER = 7
 # EXPERTS is the number of operators for experts in a layer: router, routing, products and shared
-# experts. They take the place of DENSE operators of a dense layer: two products and the activation.
-# An exchange by gathering tokens adds GATHER operators. An exchange by all-to-all, with its
-# indices, adds ALL_TO_ALL operators.
+# experts. They replace the DENSE operators of a dense layer: two products and the activation. An
+# exchange by gathering tokens adds GATHER operators. An exchange by all-to-all, with its indices,
+# adds ALL_TO_ALL operators.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
 SHARED = 5  # entries on the lane for shared experts: wait, two products, activation, record
 # Queue entries of attention in a layer: one for the cache write, one for attention, four for the
@@ -179,8 +178,8 @@ def _touched(counts: dict[Domain, int]) -> tuple[tuple[Domain, int], ...]:
 
 
 def _experts(workload: Workload) -> int:
-    """Return how many operators a layer of experts has at most, that is, with the exchange that has
-    the most operators.
+    """Return the number of operators of a layer of experts. If several exchanges are possible, the
+    one with the most operators is counted.
     """
     if not any(_is_spread(domain) for domain in workload.domains):
         return EXPERTS

@@ -6,8 +6,8 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.planning.budget.domains import streams_per_domain
 
 MAX_LINKS = 8  # a rank opens at most this number of links, and accepts at most this number
-# Bytes of pinned host memory for files that a worker fetches. The worker has the same amount of
-# memory a second time, for files that other workers fetch from it.
+# Bytes of pinned host memory for files that a worker fetches. A second part of the same size is for
+# files that other workers fetch from this worker.
 PART_BYTES = 256 << 20
 
 
@@ -15,7 +15,7 @@ def streams_of_links(config: Config) -> int:
     """Return the maximum number of streams that a rank's links use.
 
     Each end of a link belongs to a communication domain of two ranks. The end that reads uses one
-    stream more. The emulator counts in the same way; the number on hardware is not known.
+    additional stream. The emulator counts in the same way; the number on hardware is not known.
     """
     if not config.fetches_by_hixl:
         return 0
