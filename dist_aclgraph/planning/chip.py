@@ -75,7 +75,8 @@ class Chip:
         lengths of padding requests.
         """
         parallel = config.parallel
-        # a rank computes attention to its shard for the queries of all ranks that share the cache
+        # Ranks that share a cache exchange their queries. So one call gets the query heads of all
+        # of them.
         head_ranks = max(1, parallel.dcp // parallel.pcp)
         splits = (
             self._has_split_fuse(config, facts, head_ranks)

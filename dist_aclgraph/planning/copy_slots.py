@@ -19,8 +19,8 @@ def blocks_per_slot(block_bytes: int) -> int:
 
 
 def slot_bytes(block_bytes: int, state_bytes: int = 0) -> int:
-    """Return how many bytes of device memory all slots of a rank use. They use the same number of
-    bytes of pinned host memory.
+    """Return how many bytes of device memory all slots of a rank use. The slots use the same number
+    of bytes of pinned host memory.
 
     Args:
         state_bytes: bytes of a request's recurrent state in all layers together, on one rank.

@@ -159,7 +159,7 @@ class GraphDispatcher:
         searched.
 
         Tables of FULL graphs come before tables of PIECEWISE graphs. Among the tables of FULL
-        graphs, those for decode batches come first.
+        graphs, the tables for decode batches come first.
         """
         kinds: dict[tuple[bool, bool, int], list[BatchDescriptor]] = {}
         for graph in sorted(self.graphs):

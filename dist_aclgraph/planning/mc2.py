@@ -71,8 +71,8 @@ class Mc2Operators:
         comm_alg: name of the algorithm, which is passed to the operators.
         max_rows: maximum number of tokens on one rank.
         buffer_bytes: function that returns how many bytes HCCL's buffer must have for a batch.
-        pays_from_ep: minimum number of ranks with which other projects use MC2.
-        pays_to_local: maximum number of experts on a rank with which other projects use MC2.
+        pays_from_ep: other projects use MC2 only with at least this number of ranks.
+        pays_to_local: other projects use MC2 only with at most this number of experts on a rank.
         takes_scales: whether the routing weights are sent with the tokens, to the experts and back.
         takes_mask: whether the operators accept a mask that says which rows are not sent.
         ranks_of_node: the number of ranks that must be on each node; None if any number is

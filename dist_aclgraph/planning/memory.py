@@ -1,7 +1,7 @@
 """The device memory of one rank, divided into the parts that need it. The sizes are computed from
 shapes, before the model is loaded.
 
-The computed sizes of weights and step buffers are exactly those that the runtime allocates. The
+The computed sizes of weights and step buffers are exactly the sizes that the runtime allocates. The
 sizes of HCCL's buffers were not measured. They come from the vendor's document of HCCL_BUFFSIZE:
 each communicator has an input buffer and an output buffer of this size. The sizes of activations
 are estimates, which may be too high, but should not be too low.
@@ -216,7 +216,7 @@ def _how_to_shrink(part: MemoryPart, config: Config) -> str:
 
 
 def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart, ...]:
-    """Return the parts for the communication domains of rank 0. All ranks have equally many
+    """Return the parts for the communication domains of rank 0. All ranks have the same number of
     domains.
     """
     domains = ParallelLayout.from_config(config.parallel).domains_of(0)
@@ -245,8 +245,8 @@ class EagerStep(NamedTuple):
 
     Attributes:
         num_tokens: number of tokens that the rank runs.
-        num_direct: number of these tokens that attend directly; each of them is a separate row for
-            attention.
+        num_direct: number of these tokens that attend directly, which means through the block
+            table. Each of them is a separate row for attention.
     """
 
     num_tokens: int

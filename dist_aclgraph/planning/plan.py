@@ -54,8 +54,8 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
 
     def without(self, failure: CaptureFailure) -> GraphPlan:
-        """Return the plan's next version, without the graph whose capture has failed while the
-        group serves.
+        """Return the plan's next version, without the graph whose capture has failed. Used if the
+        group serves already.
         """
         families = [f.keep(failure.graph) if f.has(failure.graph) else f for f in self.families]
         reason = f"capture of {failure.graph} failed on rank {failure.rank} ({failure.cause})"

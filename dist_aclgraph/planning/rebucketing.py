@@ -199,8 +199,8 @@ def transition(
 
 
 def reunite(plans: Sequence[GraphPlan]) -> GraphPlan:
-    """Return one plan for all groups, after a capture has failed in some groups. It contains the
-    graphs that all groups have.
+    """Return one plan for all groups, after a capture has failed in some groups. The plan contains
+    the graphs that all groups have.
 
     Its version is newer than the versions of ``plans``. A graph that one group could not capture is
     not tried again in any group.

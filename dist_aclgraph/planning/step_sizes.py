@@ -4,8 +4,8 @@ arrays and to predict their memory.
 
 from __future__ import annotations
 
-# Number of positions after the longest context for which there are cos and sin. Drafts that will be
-# discarded can have these positions.
+# The tables of cos and sin have this number of additional positions after the longest context.
+# Drafts that will be discarded can have these positions.
 SPARE_POSITIONS = 16
 
 
@@ -13,9 +13,9 @@ def table_width(num_tokens: int, block_size: int, num_drafts: int) -> int:
     """Return the number of columns of the block table: enough blocks for the tokens, and for 3 k
     more positions, which drafts can use.
 
-    A step verifies k drafts after the last token, and drafting uses k positions after these. If the
-    host has not read the number of accepted drafts yet, the step can begin up to k positions later
-    than the host assumes.
+    A step verifies k drafts after the last token, and drafting uses k positions after these drafts.
+    If the host has not read the number of accepted drafts yet, the step can begin up to k positions
+    later than the host assumes.
     """
     return -(-(num_tokens + 3 * num_drafts) // block_size)
 

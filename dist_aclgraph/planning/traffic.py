@@ -128,8 +128,8 @@ class TrafficHistory:
         return now_s >= self.next_look_s
 
     def record(self, seen: Sequence[Traffic], now_s: float) -> Traffic:
-        """Add the traffic since the last update, which is ``seen``. Return all traffic with its
-        present weights.
+        """Add ``seen``, the traffic since the last update. Return all traffic with its present
+        weights.
         """
         faded = fade(self._traffic, now_s - self._looked_s, self._config.traffic_half_life_s)
         self._looked_s = now_s

@@ -44,8 +44,8 @@ BATCH_BLOCKS, MAX_TURNS = 8, 16
 # Blocks are written only while copy jobs hold less than this fraction of the pool, so that enough
 # blocks are free for requests.
 MAX_HELD = 1 / 8
-# While this fraction of the pool is being read, no other job begins to read, because a disk may
-# never answer.
+# While this fraction of the pool is being read, no other job begins to read. Otherwise, a disk that
+# never answers could keep the whole pool in use.
 MAX_LOADING = 1 / 4
 # A request waits at most this many seconds until other jobs end, because a slow disk might take
 # longer than the computation of the prompt.
@@ -71,7 +71,7 @@ class BlockCopies:
     Args:
         look_ups: looks up the files of blocks and checkpoints on the engine's node.
         ranks: those workers of the lockstep group that keep parts of this rank's blocks.
-        elsewhere: looks up files on other nodes; by default, all workers are on the engine's node.
+        elsewhere: looks up files on other nodes; None if all workers are on the engine's node.
     """
 
     def __init__(
@@ -442,8 +442,8 @@ class BlockCopies:
         self._is_late = False
 
     def _leave_condemned(self, copy: RunningCopy, count: int) -> int:
-        """Of the ``count`` leading blocks that a job has read, return how many may be used: those
-        before the first condemned block. The others will be cleaned.
+        """A job has read ``count`` leading blocks. Return how many of them are before the first
+        condemned block, and so may be used. The other blocks will be cleaned.
         """
         names = copy.hashes[:count]
         usable = next((n for n, h in enumerate(names) if self._upkeep.is_condemned(h)), count)

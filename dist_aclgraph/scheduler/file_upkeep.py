@@ -34,7 +34,7 @@ class FileUpkeep:
         self._used_states: dict[BlockHash, None] = {}
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
-        """Mark the files of blocks for deletion. No request reads these files any more."""
+        """Mark the files of blocks for deletion. From now on, no request reads these files."""
         for block_hash in hashes:
             self._condemned.pop(block_hash, None)
         self._condemned |= dict.fromkeys(hashes, False)

@@ -114,8 +114,8 @@ def _copies_of(
         return BlockCopies(pool, look_ups, ranks)
     is_beside_engine = files.is_beside_engine(dp_rank)
     if not is_beside_engine:
-        # The files on the engine's node belong to other data-parallel ranks, so they are not looked
-        # up. Workers get jobs for all blocks, and skip the blocks that have files.
+        # The engine's node has no files of this data-parallel rank, so the engine looks up no
+        # files. Workers get jobs for all blocks, and skip the blocks that have files.
         look_ups = LookUps(
             Files(_has_none, _has_none if look_ups.has_states else None), look_ups.clock
         )

@@ -207,8 +207,8 @@ class RankScheduler:
     def has_room_for(self, builder: StepBuilder, request: Request) -> bool:
         """Return whether the step may start the request.
 
-        False if no row is free, or if the step has its maximum number of tokens. Also false if too
-        few blocks were free when the request was last tried, and no more are free now.
+        False if no row is free, or if the step has its maximum number of tokens. Also false if the
+        request could not start before, and the number of free blocks has not grown since then.
         """
         if not (builder.is_open and builder.budget > 0 and self._free_rows):
             return False

@@ -246,8 +246,8 @@ class RankStep:
         num_prompt_ranks: number of ranks that split prompts.
         is_uniform: whether all requests run like decoding requests. If true, requests that do not
             decode compute existing output again, one token in each step.
-        needs_hidden: whether a request wants log-probabilities of its prompt, or an embedding. Both
-            need hidden states that full graphs do not keep.
+        needs_hidden: whether a request wants log-probabilities of its prompt, or an embedding. Such
+            a request needs hidden states that full graphs do not keep.
     """
 
     indices: Indices

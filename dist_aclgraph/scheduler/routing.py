@@ -64,8 +64,9 @@ def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[
 class PrefixMemory:
     """The block hashes of the prompts that were sent to a group.
 
-    There are at most as many hashes as the group's cache has blocks. If there are more, the least
-    recently used hashes are dropped. The real contents of the group's cache may differ.
+    The maximum number of hashes is the number of blocks in the group's cache. If there are more
+    hashes, the least recently used ones are dropped. The real contents of the group's cache may
+    differ.
     """
 
     def __init__(self, num_blocks: int) -> None:

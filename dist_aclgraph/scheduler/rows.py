@@ -135,9 +135,7 @@ class RunningRows(Columns):
         self._update_names()
 
     def _update_names(self) -> None:
-        """Set the attributes to views of the columns that have as many elements as there are
-        requests now.
-        """
+        """Set each attribute to a view of its column, with one element for each present request."""
         self._name_columns(self._columns[:, : len(self.requests)])
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ class WaitingRequests:
         # Requests that wait until the files of their blocks are looked up, or until blocks are
         # read.
         self._fetching: set[Request] = set()
-        # Number of these requests on each data-parallel rank.
+        # Number of requests in ``_fetching`` on each data-parallel rank.
         self.num_fetching: Counter[int] = Counter()
         # Requests whose grammars are being compiled; the values are their last rank and row.
         self._compiling: dict[Request, tuple[int, int]] = {}
@@ -73,8 +73,8 @@ class WaitingRequests:
         )
 
     def end_fetching(self, requests: Sequence[Request]) -> int:
-        """Move those of the requests that wait for files back to the queue; return the number of
-        these requests.
+        """Move each of ``requests`` that waits for files back to the queue. Return how many
+        requests were moved.
         """
         left = [request for request in requests if request in self._fetching]
         self._fetching.difference_update(left)

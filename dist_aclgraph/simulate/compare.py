@@ -94,8 +94,8 @@ def _plans(
     for mode in OTHER_MODES:
         other = deployment.with_mode(mode)
         if other.config.graph.mode == mode != deployment.config.graph.mode:
-            # Offers of the same ranks. These offers reserve streams for the lazy graphs of this
-            # mode.
+            # The offers of the same ranks as before, but with streams reserved for the lazy graphs
+            # of ``mode``.
             asked = [other.offers[offer.rank] for offer in distinct(offers)]
             found = other.planner.negotiate(asked)
             yield f"{mode}, held", other, found.offers, found.plan

@@ -186,8 +186,8 @@ class AssumedDeployment:
     @property
     def files_per_block(self) -> int:
         """Number of files that one node has for one KV block; 0 if no copies are kept. A data
-        parallel rank writes one file for each part of a block. If its ranks are on several nodes,
-        the largest number of files on a node is taken.
+        parallel rank writes one file for each part of a block. If the workers of a data parallel
+        rank are on several nodes, the result is the number on the node with the most files.
         """
         ranks = range(self.layout.tp * self.layout.pcp)
         nodes = [str(rank // self.config.device.npus_of_node) for rank in ranks]

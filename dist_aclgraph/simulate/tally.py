@@ -95,8 +95,9 @@ class TimeLine:
 
 @dataclass
 class Tally:
-    """Counts all steps of a group twice: over time, and by the batch. A batch is described by its
-    number of tokens without padding and its query length.
+    """Counts the steps of a group in two tables. One table has a row for each period of time, the
+    other has a row for each kind of batch. The kind of a batch is its number of tokens without
+    padding, and its query length.
 
     The query length is the number of tokens of each request in the batch; 0 if this number differs
     between requests.

@@ -180,7 +180,8 @@ class RowLogprobs(msgspec.Struct, frozen=True):
 
     def ranked(self) -> dict[int, tuple[float, int]]:
         """Return the log-probability and the rank of each token; the keys are token ids. The chosen
-        token comes first. It can also be one of the most probable tokens.
+        token comes first, then the most probable tokens. If the chosen token is one of these
+        tokens, it has only one entry.
         """
         ranks = (self.rank, *range(1, len(self.logprobs)))
         found: dict[int, tuple[float, int]] = {}

@@ -93,7 +93,7 @@ class Workload:
     def domains(self) -> tuple[Domain, ...]:
         """The different sets of ranks with which rank 0 runs collectives.
 
-        Every other rank has equally many sets.
+        Every other rank has the same number of such sets.
         """
         layout = ParallelLayout(tp=self.tp, dp=self.dp, pcp=self.pcp, dcp=self.dcp, ep=self.ep)
         return tuple(
