@@ -109,8 +109,8 @@ class GraphWork:
             hidden = hidden.index_select(0, inputs.places)
         n = len(hidden)
         logits = self.model.logits(hidden, buffers.logits[:n])
-        # Every rank computes the sampled tokens, because all ranks must capture the same operators,
-        # although some ranks do not use these tokens.
+        # Every rank computes the sampled tokens, even if the rank does not use them, because all
+        # ranks must capture the same operators.
         chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
         torch.max(logits, -1, out=(buffers.best[:n], chosen))
         buffers.sampled[:n].copy_(chosen)

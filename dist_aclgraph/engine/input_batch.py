@@ -247,8 +247,8 @@ class InputBatch:
     def coming_tokens(
         self, step: HostStep, is_wanted: npt.NDArray[np.bool_]
     ) -> ComingTokens | None:
-        """Return the last tokens of the rows that the caller wants, if the host does not have these
-        tokens yet; None if the host has all of them.
+        """Return the last tokens of the wanted rows, without tokens that the host already has; None
+        if the host has all of these tokens.
 
         Args:
             is_wanted: [max_rows], whether the caller wants the row's last token.

@@ -76,9 +76,9 @@ class UpdatableTask:
         try:
             self._update(stream)
         except RuntimeError:
-            # If the operator has failed, the update is still open and must be ended. If no update
-            # is open, ending it raises a second error, which is ignored: only the first error names
-            # the cause, e.g. a stopped device.
+            # After an error of the operator, the task update is still open and must be ended. After
+            # other errors, no update is open, so ``end_task_update`` raises a second error. It is
+            # ignored, because only the first error names the cause, e.g. a stopped device.
             with suppress(RuntimeError):
                 npu.end_task_update(stream)
             raise

@@ -280,8 +280,8 @@ class BlockFiles:
 
     def delete_all(self) -> None:
         """Delete this rank's folder with all of its files."""
-        # The bytes are subtracted before the files are deleted. The reason: if the count file
-        # contains no count, ``_add`` counts the files that still exist.
+        # The bytes are subtracted before the files are deleted: if the count file contains no
+        # count, ``_add`` first counts all files, so these files must still exist.
         if size := sum(size for _, _, size in _files_below(self._folder)):
             self._add(-size)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -52,7 +52,7 @@ class Route:
 
     @property
     def nodes(self) -> set[int]:
-        """The nodes from which the reading node reads files, other than itself."""
+        """The other nodes from which the reading node reads files."""
         return {node for node in (self.blocks | self.states).values() if node is not None}
 
 

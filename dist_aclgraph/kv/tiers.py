@@ -412,7 +412,9 @@ def _files_of(
 
 
 def foreign_problem(root: Path) -> tuple[str, str] | None:
-    """Return how other users could change the folder, and a remedy; None if they cannot."""
+    """Return how other users could change the folder, and a remedy; None if only this user can
+    change the folder.
+    """
     status = root.stat()
     # In /dev/shm, another user can make a link that leads to a folder of this user.
     is_foreign = root.lstat().st_uid not in (0, os.getuid())

@@ -31,8 +31,7 @@ class Demand:
 
 @dataclass
 class Autoscaler:
-    """Owns the time since which the load has been too high, and the time since which it has been
-    too low.
+    """Records since when the load has been too high, or since when it has been too low.
 
     One group is added if, during the last ``up_s``, more than ``target_waiting`` requests per group
     were waiting at all times. One group is removed if, during the last ``down_s``, two conditions

@@ -46,8 +46,8 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
     def describe(self, bucket: int, max_num_seqs: int) -> BatchDescriptor:
         """Return the descriptor of one bucket.
 
-        A full graph for mixed batches has room for one request more than the maximum number of
-        running requests. The padding tokens belong to this additional request.
+        A full graph for mixed batches has room for the maximum number of running requests, and for
+        one additional request. The padding tokens belong to this additional request.
         """
         if self.run_mode == "PIECEWISE":
             return BatchDescriptor(bucket, 0, 0, self.run_mode)

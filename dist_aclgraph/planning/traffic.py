@@ -82,8 +82,8 @@ def weights_of(
 
     Decode batches up to the largest decode bucket belong to the family for decode batches. All
     other batches belong to the family that accepts any batch. If a family has no observed traffic,
-    its weights are those of ``prior``. Otherwise, a small fraction of the weights of ``prior`` is
-    added to the observed weights.
+    ``prior`` computes its weights. Otherwise, a small fraction of the weights of ``prior`` is added
+    to the observed weights.
     """
     traffic = traffic or Traffic()
     reach = max((f.buckets[-1] for f in families if f.query_len and f.buckets), default=0)

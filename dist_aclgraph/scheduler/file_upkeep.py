@@ -89,7 +89,7 @@ class FileUpkeep:
                 self._used_states[state] = None
 
     def take_used(self) -> tuple[dict[BlockHash, int], list[BlockHash]]:
-        """Return the used blocks with their depths, and the used checkpoints, and forget them."""
+        """Remove and return the used blocks with their depths, and the used checkpoints."""
         used, self._used = self._used, {}
         states, self._used_states = list(self._used_states), {}
         return used, states

@@ -40,8 +40,8 @@ class Request:
         compiled_row: the row that the request had before it began to wait for its grammar; workers
             compile the grammar under the number of this row. -1 for other requests.
         block_ids: the request's block table.
-        hashes: hashes of the first full blocks; only those that were needed until now are computed.
-            A preempted request keeps its hashes.
+        hashes: hashes of the first full blocks. A hash is computed when it is first needed. A
+            preempted request keeps its hashes.
         prompt_end: position where the output begins. If the request was submitted again, the last
             part of the submitted prompt is output that existed before.
         num_cached_tokens: number of prompt tokens that were found in the prefix cache; -1 until the

@@ -406,9 +406,8 @@ class Scheduler:
         """Start the first waiting request on a rank; return False if no rank can start it.
 
         Criteria for the rank, in this order: longest cached prefix, fewest running requests, most
-        free blocks. If the workers are on several nodes, the rank for which the request's files
-        were looked up is preferred among ranks with equal prefixes, and requests that wait for
-        files are counted as running.
+        free blocks. On several nodes, the rank whose files were looked up is preferred among ranks
+        with equal prefixes, and requests that wait for files count as running.
         """
         spans_nodes = self.copies.spans_nodes
         has_rank = spans_nodes and request.look_up is not None  # other nodes have other files
@@ -421,8 +420,7 @@ class Scheduler:
                 order = (-len(shared), is_other, busy, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (_, is_other, *_, index), shared in sorted(offers):
-            # There is no second look-up for another rank, which could also be full when the look-up
-            # ends.
+            # No second look-up for another rank, which could also be full when the look-up ends.
             if not is_other:
                 request.dp_rank = index
                 if self.ranks[index].prefixes.fetch(request, shared):

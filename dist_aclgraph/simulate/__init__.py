@@ -1,3 +1,3 @@
-"""Simulates a deployment under a load. The decisions are those of a real deployment, but there are
-no devices and no Ray.
+"""Simulates a deployment under a load. The code of a real deployment makes the decisions, but there
+are no devices and no Ray.
 """

@@ -1,5 +1,5 @@
-"""The loop of one simulated lockstep group. The scheduler, the dispatcher and the decisions about
-graph changes are those of a real engine.
+"""The loop of one simulated lockstep group. The scheduler, the dispatcher and the code that decides
+about graph changes are parts of a real engine.
 
 Three things are simulated: each step takes an assumed time, captures always succeed, and the
 generated tokens are meaningless.

@@ -145,8 +145,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     eagerly. ``exchange`` is the exchange that sends tokens to their experts; None if no token needs
     to be sent. Each number in ``largest`` is the maximum of this number over all ranks. If no full
     graph is replayed, ranks that share experts pad their steps to this size. If a bucket has graphs
-    for several KV lengths, ``largest`` determines which of them is replayed; it is the same graph
-    on all ranks.
+    for several KV lengths, ``largest`` determines which graph is replayed. All ranks replay the
+    same graph.
     """
 
     epoch: int

@@ -1,7 +1,7 @@
 """A client stores the tokens of each request, so that another engine can continue the request.
 
 Sampling depends only on seed, position and tokens. So a request that is submitted again with its
-existing tokens gets the same next tokens as if its engine had not been lost. If ``recovery.exact``
+existing tokens gets the next tokens that the lost engine would have sampled. If ``recovery.exact``
 is not set, rounding can change the tokens. In ``OpenRequest.tokens``, the output follows the
 prompt; ``OpenRequest.sampling`` says where the output begins.
 """

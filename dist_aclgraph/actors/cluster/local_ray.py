@@ -156,8 +156,9 @@ class LocalRay(ConnectedRay):
         self._starter = starter
         raylets = [pid for pid, name in daemons.items() if name == RAYLET]
         self._raylets = raylets
-        # After the end of a raylet, its agents run for up to a minute, and their command lines do
-        # not identify them. So handles of the agents are opened now, while the raylet runs.
+        # The agents of a raylet run for up to a minute after the raylet's end. Then nothing shows
+        # to which raylet they belong. So handles of the agents are opened now, while the raylet
+        # runs.
         agents = set().union(*map(processes.children, raylets))
         self._handles = processes.open_handles(agents | set(daemons))
 

@@ -180,8 +180,9 @@ def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
 
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
-    """End the loops of engines and workers. Then let one process on each node delete those copies
-    of KV in memory that no other group uses. Finally, kill the processes that still run.
+    """End the loops of engines and workers. Then let one process on each node delete the copies of
+    KV in the node's memory, if no other group uses them. Finally, kill the processes that still
+    run.
     """
     stopping = {group.engine.stop.remote(): group for group in groups if group.engine is not None}
     loops = [ref for group in stopping.values() for ref in group.loops]

@@ -235,7 +235,8 @@ class Startup:
         )
 
     def _check_nodes(self, group: LockstepGroup) -> None:
-        """Check that each node runs as many ranks as its chips and its CANN version require.
+        """Check that each node runs the number of ranks that its chips and its CANN version
+        require.
 
         An emulated host may have any number of ranks.
         """

@@ -100,8 +100,8 @@ class CopyLink:
         jobs = scheduler.copies.take_jobs(is_idle=is_idle, may_touch=may_touch)
         self._give_up_late(now_s)
         # While a step is in flight, the answer to the last message arrives only after the next
-        # decision. If the link waited for it, workers would continue their jobs in every second
-        # step only.
+        # decision. If the link waited for this answer before the next message, workers would
+        # continue their jobs only in every second step.
         num_unanswered = self._number - min(self._answered)
         is_due = num_unanswered == 0 or (num_unanswered == 1 and not is_idle)
         if any(jobs) or (scheduler.copies.is_running and is_due):

@@ -75,7 +75,9 @@ class ForkingStarter(ProcessStarter):
 
     @contextmanager
     def ray_settings(self) -> Iterator[dict[str, Any]]:
-        """Let Ray start workers with our setup program (``worker_setup.py``) instead of its own."""
+        """Let Ray start workers with our setup program (``worker_setup.py``) instead of Ray's
+        program.
+        """
         name = ray_constants.SETUP_WORKER_FILENAME
         # Ray joins a folder and this path. The folder has no effect, because the path is absolute.
         ray_constants.SETUP_WORKER_FILENAME = str(WORKER_SETUP)

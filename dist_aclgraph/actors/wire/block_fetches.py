@@ -175,8 +175,8 @@ class BlockFetches:
         return self.fetch_of(source, is_wanted), Source(message, is_wanted)
 
     def _of_peer(self, source: BlockSource) -> BlockSource | None:
-        """Return ``source``, a group of another service; None if the model's files on this node
-        differ from those of that service.
+        """Return ``source``, a group of another service; None if that service uses other files of
+        the model than this node.
         """
         if source.identity == self._identity:
             return source
@@ -188,7 +188,7 @@ class BlockFetches:
 
     def decode_source(self, message: bytes) -> BlockSource | None:
         """Return the source that a message of the group's engine contains; None if the message is
-        empty, or if the model's files on this node are not the same as those of the source.
+        empty, or if the source uses other files of the model than this node.
         """
         if not message:
             return None
@@ -242,8 +242,8 @@ class BlockFetches:
         return sum(any(url in _urls(way) for way in fetch.ways) for fetch in running)
 
     def _resolve(self, source: BlockSource, route: Route) -> Endpoints | None:
-        """Return the endpoints of the nodes of a route; None if one of them cannot be reached from
-        this node.
+        """Return the endpoints of the nodes of a route; None if one of these nodes cannot be
+        reached from this node.
         """
         try:
             at = {node: source.addresses[node].seen_from(self._node_id) for node in route.nodes}

@@ -130,8 +130,8 @@ class GroupEntry(msgspec.Struct, frozen=True):
         is_draining: whether the group accepts no new requests.
         prefill_from: a prefill group computes a prompt for another group only if the prompt has at
             least this number of uncached tokens; 0 if the group is no prefill group.
-        blocks: the source from which other groups or services fetch the KV of prompts; None if they
-            do not fetch from this group.
+        blocks: the source from which other groups or services fetch the KV of prompts; None if
+            nothing is fetched from this group.
     """
 
     name: str

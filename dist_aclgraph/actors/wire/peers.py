@@ -3,7 +3,7 @@
 Services that do not run in the same Ray cannot send each other keys or tokens. Instead, they have a
 common secret, the file ``kv.peers_key_file``. Each service derives two things from this secret:
 
-- the CURVE key pair and the token with which a service fetches files from another one;
+- the CURVE key pair and the token with which a service fetches files from another service;
 - the key that signs tickets. A ticket contains the addresses of the servers from which files can be
   fetched, and the servers' public CURVE keys. A ticket contains no secret, because clients of the
   API can read it.
@@ -184,8 +184,8 @@ class PeersKey:
         if (offer.host, offer.port) != _host_and_port(ticket.nodes[0].url):
             raise TicketError("remote_host and remote_port are not those of the ticket")
         # Each node gets a new name instead of Ray's id. With Ray's id, a service on the same node
-        # would assume that it has the files already, but services on one node may keep different
-        # files.
+        # would fetch nothing, because groups on one node usually share files. But different
+        # services may keep different files.
         addresses = tuple(self._address(f"peer-{i}", node) for i, node in enumerate(ticket.nodes))
         return BlockSource(addresses, ticket.identity, ticket.place, ticket.holders, self.token)
 

@@ -129,8 +129,8 @@ class NodeFiles:
 
     @property
     def server(self) -> NodeServer | None:
-        """The server from which other groups fetch the node's files; None if this worker serves
-        none.
+        """The server from which other groups fetch the node's files; None if this worker serves no
+        files.
         """
         return None if self._server is None else NodeServer(self._server.address, self._identity)
 
@@ -183,8 +183,8 @@ class NodeFiles:
         return begin
 
     def forget(self) -> None:
-        """Drop all look-ups, because the engine no longer expects their answers. Fetches for these
-        look-ups end.
+        """Drop all look-ups, because the engine has dropped them, too. Fetches for these look-ups
+        end.
         """
         self._answers.clear()
 

@@ -82,7 +82,7 @@ class Worker:
         self._lease = Lease(config.timeouts.link_s)
         self._channel: StepReceiver | None = None  # None while no step loop runs
         self._node_files: NodeFiles | None = None
-        self._copies: HostCopies | None = None  # None unless this worker looks after files
+        self._copies: HostCopies | None = None  # None if this worker manages no files
 
     @property
     def _joined(self) -> JoinedRank | None:

@@ -270,7 +270,7 @@ def check_builds(infos: Sequence[WorkerInfo]) -> None:
 
 
 def check_devices(infos: Sequence[WorkerInfo]) -> None:
-    """Check that all ranks have devices of the same kind, and that no ranks share a device.
+    """Check that all ranks have devices of the same kind, and that no two ranks share a device.
 
     Raises:
         PlacementError: the message says which node has which device.

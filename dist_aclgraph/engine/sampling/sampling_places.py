@@ -90,7 +90,8 @@ class AskedLogprobs:
 
 @dataclass(frozen=True)
 class SamplingPlaces:
-    """The sampling parameters of places. They stay the same as long as the same rows are sampled.
+    """The sampling parameters of places. They change only if other rows are sampled, or if the
+    parameters of a row change.
 
     Attributes:
         seeds: [n], the mixed seeds; see ``mix_seeds``.

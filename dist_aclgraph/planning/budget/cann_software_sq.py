@@ -23,8 +23,7 @@ from dist_aclgraph.planning.budget.model import Limit, total
 from dist_aclgraph.planning.budget.offer import StreamOffer
 from dist_aclgraph.planning.budget.workload import Workload
 
-# Maximum number of queues of one graph, and of all graphs on a device that have queues at the same
-# time.
+# Maximum number of queues of one graph, and of all graphs on a device together at any time.
 QUEUES = 1024
 
 
