@@ -61,9 +61,9 @@ class AttentionSteps:
     ) -> None:
         self._max_queries, self._max_tokens = max_queries, max_tokens
         self._kind, self._place, self._npu = kind, place, npu
-        # This rank's indices in context parallelism. They are for the cache from which requests
-        # that attend directly read. If an indexer chooses keys, such requests read the cache of
-        # index keys, which is not divided: every rank has all index keys.
+        # This rank's indices in context parallelism, for requests that attend directly. Such
+        # requests read the KV cache. But if an indexer chooses keys, they read the cache of index
+        # keys, which is not divided: every rank has all index keys.
         self._rows_place = place.whole if kind.chooses_keys else place
         self._remaps_choices = kind.chooses_keys and place.is_sharded
         self._causal_mask = make_causal_mask(npu.device)
@@ -268,7 +268,7 @@ class AttentionSteps:
         )
 
     def _slots(self, slots: Tensor) -> Tensor:
-        """Return the slots to which KV is written; -1 for tokens that this rank does not write."""
+        """Return the slots to which this rank writes KV; -1 for tokens of other ranks."""
         if self._place.is_sharded:
             slots = slots.clamp(min=-1)
         return slots.to(self._kind.slot_dtype)

@@ -66,8 +66,8 @@ class GraphWork:
 
     def forwards(self, graph: BatchDescriptor) -> dict[int, list[Forward]]:
         """Return the functions that are recorded as the full graphs of a bucket. The keys are the
-        KV lengths for which they are recorded. If each step sends its KV lengths, the only key is
-        ``ANY_LENGTH``.
+        KV lengths for which the functions are recorded. If each step sends its KV lengths, the only
+        key is ``ANY_LENGTH``.
 
         With drafts, a graph for mixed batches ends with the hidden states of all tokens. In this
         case, drafts are proposed, and tokens are sampled, outside of graphs.

@@ -44,7 +44,8 @@ class Route:
 
     Attributes:
         blocks: for indices in ``CachePlace.all_places``, the index of the node that sends the file.
-        states: the same for indices in ``CachePlace.all_state_places``.
+        states: for indices in ``CachePlace.all_state_places``, the index of the node that sends the
+            file.
     """
 
     blocks: dict[int, int | None]

@@ -164,7 +164,8 @@ class KVTiers:
         """Return the tiers for KV blocks, as the configuration describes them.
 
         Args:
-            identity: see ``cache_identity``. If it is "", it is computed from the model's files.
+            identity: see ``cache_identity``. If it is "", this method computes the identity from
+                the model's files.
 
         Raises:
             ConfigError: a folder cannot be made, or is too small.

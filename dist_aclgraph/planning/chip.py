@@ -54,8 +54,8 @@ class Chip:
             raise ConfigError(f"{problem} ({whose}: {self.name}, CANN {self.cann or UNKNOWN_CANN})")
 
     def check_assumed(self, config: Config, whose: str) -> None:
-        """Raise an error if the chip's generation is not the one that the plan assumes, because
-        prices and limits differ between generations.
+        """Check that the chip has the generation that the plan assumes, because prices and limits
+        differ between generations.
 
         Raises:
             ConfigError: the message names the key to set.
@@ -76,7 +76,7 @@ class Chip:
         """
         parallel = config.parallel
         # Ranks that share a cache exchange their queries. So one call gets the query heads of all
-        # of them.
+        # these ranks.
         head_ranks = max(1, parallel.dcp // parallel.pcp)
         splits = (
             self._has_split_fuse(config, facts, head_ranks)

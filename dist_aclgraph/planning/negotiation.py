@@ -134,7 +134,7 @@ def keep_room(
     """Reserve streams for lazy graphs. Return the offers without these streams, and the number of
     lazy graphs.
 
-    This number is at most ``capacity``. It is so small that lazy graphs need at most a quarter of
+    The number is at most ``capacity``. It is limited so that lazy graphs need at most a quarter of
     the streams of any rank.
     """
     if not families:
@@ -156,7 +156,7 @@ def tightest_limits(
     budget_model: BudgetModel,
 ) -> list[RankLimit]:
     """Return the limits of all ranks. If several limits have equal prices, only the smallest of
-    them is returned.
+    these limits is returned.
     """
     found: dict[tuple[str, tuple[int, ...]], RankLimit] = {}
     for offer in offers:

@@ -35,7 +35,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def capture_order(self) -> tuple[BatchDescriptor, ...]:
-        """All graphs, largest first, so that smaller ones fit in the pool of the largest graph."""
+        """All graphs, largest first, so that later graphs fit in the pool of the first graph."""
         found = [
             family.describe(bucket, self.max_num_seqs)
             for family in self.families

@@ -10,7 +10,8 @@ from dist_aclgraph.scheduler.request import Request
 
 
 class WaitingRequests:
-    """Owns the requests that wait in the queue, for files, or for their grammars.
+    """Owns the requests in the queue, the requests that wait for files, and the requests that wait
+    for their grammars.
 
     Attributes:
         queue: the requests that can be admitted, in the order of deadlines.

@@ -71,8 +71,8 @@ NO_NOTE = Note(-1)
 
 
 class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The results of one step for all requests of one client, as columns. They stand for one
-    ``RequestDelta`` for each request.
+    """The results of one step for all requests of one client, as columns. ``each`` converts the
+    columns to one ``RequestDelta`` for each request.
 
     ``numbers`` are the numbers that the client has given to its requests in ``Submit``.
     """

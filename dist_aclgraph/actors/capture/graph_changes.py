@@ -28,7 +28,7 @@ from dist_aclgraph.topology import WorldRank
 # capture.
 STEPS_BETWEEN = 16
 MAX_FAILURES = 100  # maximum number of messages in ``failures``; each failed retry adds a message
-PATIENCE_STEPS = 200  # number of steps after which a change does not wait for a pause of requests
+PATIENCE_STEPS = 200  # after this many steps, a change is due even if requests are about to start
 
 
 @dataclass

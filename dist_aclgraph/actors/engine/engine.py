@@ -287,7 +287,7 @@ class Engine:
     def _share_blocks(self, settings: EngineSettings, files: GroupFiles) -> BlockSource | None:
         """If groups or services fetch files from each other, begin to serve this node's files of
         blocks to other nodes, and prepare to fetch files from other nodes. Return the addresses
-        from which others fetch the group's files.
+        from which other groups and services fetch this group's files.
 
         If only workers fetch files, the engine fetches none, and tells the workers the addresses of
         the other groups.

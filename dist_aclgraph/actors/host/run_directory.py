@@ -71,7 +71,7 @@ class RunDirectory:
 
 
 def sweep() -> None:
-    """Remove the directories of owners that ended without removing them."""
+    """Remove the directories that still exist although their owners have ended."""
     for path in directories(Path(tempfile.gettempdir())):
         with held_if_free(path) as is_free:
             if is_free:
