@@ -268,7 +268,7 @@ class AttentionSteps:
         )
 
     def _slots(self, slots: Tensor) -> Tensor:
-        """Return the slots to which this rank writes KV; -1 for tokens of other ranks."""
+        """Return the slots to which this rank writes KV; -1 for all other tokens."""
         if self._place.is_sharded:
             slots = slots.clamp(min=-1)
         return slots.to(self._kind.slot_dtype)

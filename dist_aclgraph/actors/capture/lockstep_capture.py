@@ -105,7 +105,7 @@ def probe_graphs(
     """Capture and release each graph. Return the offers of all ranks, each with the costs that the
     graphs had on this rank.
 
-    If a graph is too large for one rank, no offer contains a cost for that graph.
+    If a graph is too large for any rank, no offer contains a cost for that graph.
     """
     probed = list(offers)
     for graph in graphs:

@@ -428,10 +428,10 @@ def own_process_group() -> Iterator[None]:
     """Start child processes in another process group, then return to this process's own group.
 
     ``timeout``, a shell or a supervisor sends signals to whole groups. Without this function, such
-    a signal would end Ray's daemons before the driver has stopped gracefully. There are two
-    exceptions. If this process is the leader of its group, it cannot leave the group, so the child
-    processes start in this group. If this process was the only member of its group, the group ends,
-    and this process stays in the new group after this context.
+    a signal would end Ray's daemons before the driver has stopped gracefully. If this process is
+    the leader of its group, it cannot leave the group, so the child processes start in this group.
+    If this process was the only member of its group, the old group ends, so this process cannot
+    return, and stays in the new group.
     """
     group = os.getpgrp()
     if group == os.getpid():

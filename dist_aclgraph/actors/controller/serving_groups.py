@@ -477,7 +477,7 @@ def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
 def surplus(groups: Sequence[LockstepGroup], count: int) -> list[LockstepGroup]:
     """Return the groups that must be drained so that ``count`` groups remain.
 
-    Other groups are drained before prefill groups, but one group that is no prefill group always
+    Other groups are drained before prefill groups. But at least one group that is no prefill group
     remains. Among groups of the same kind, the newest group is drained first.
 
     Args:

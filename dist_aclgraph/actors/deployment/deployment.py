@@ -204,7 +204,7 @@ def start(
     Errors in the model's files are raised before any process is started.
 
     Args:
-        starter: starts processes if this process has started Ray, or starts Ray now.
+        starter: starts processes; used only if this process has started Ray, or starts Ray now.
         waits_for_ray: whether to wait until the existing cluster answers.
 
     Raises:

@@ -1,5 +1,5 @@
-"""Multi-token prediction: a module proposes drafts, and the next step verifies them. The device
-does this work without the host.
+"""Multi-token prediction: a module proposes drafts, and the next step verifies them. Drafts are
+proposed and verified on the device.
 
 In a step, the target model runs each request's last token and its k drafts, and a token is sampled
 at each of these places. A draft is accepted if it equals the token that was sampled at the previous

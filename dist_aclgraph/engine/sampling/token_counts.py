@@ -103,8 +103,7 @@ class TokenCounts:
         if penalties.repetition is not None:
             weaker, stronger = values / penalties.repetition, values * penalties.repetition
             # A penalty divides positive logits and multiplies negative logits. If the penalty is at
-            # least 1, the result is the smaller number of quotient and product, for positive and
-            # for negative logits.
+            # least 1, the result is always the smaller of quotient and product.
             if penalties.only_weakens:
                 repeated = torch.minimum(weaker, stronger)
             else:
