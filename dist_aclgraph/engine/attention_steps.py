@@ -43,9 +43,10 @@ class AttentionSteps:
     """Makes metadata for one kind of attention on one rank. Owns the causal mask.
 
     Args:
-        max_queries: a request with at most this number of queries always attends directly, which
-            means through its block table. A request with more queries does not attend directly if
-            the cache is sharded, or if this kind of attention accepts only few queries.
+        max_queries: a request with at most this number of queries always attends directly:
+            attention reads the cache through the request's block table. A request with more queries
+            does not attend directly if the cache is sharded, or if this kind of attention accepts
+            only few queries.
         max_tokens: for requests that do not attend directly, maximum number of KV tokens whose keys
             are read together.
     """
@@ -230,8 +231,8 @@ class AttentionSteps:
         for each sampled place.
 
         Args:
-            positions: [num_samples, k + 1] int32, positions of the places of live requests;
-                ``ahead`` is not added.
+            positions: [num_samples, k + 1] int32, positions of the places of live requests, without
+                ``ahead``.
             written: [num_samples * (k + 1)] int32, the slots to which KV is written.
             block_table: [num_samples, max_blocks], the blocks of the sampled requests.
             ahead: number of tokens by which drafting has made each request longer since the step.
@@ -274,8 +275,8 @@ class AttentionSteps:
         return slots.to(self._kind.slot_dtype)
 
     def _index_slots(self, slots: Tensor) -> Tensor:
-        """Return the tokens' slots in the cache of the indexer, [n] -> [n, 1]. Every rank keeps
-        this whole cache.
+        """Return the tokens' slots in the cache of the indexer, [n] -> [n, 1]. Every rank keeps the
+        whole cache of the indexer.
 
         Padding gets a slot of the dummy block.
         """

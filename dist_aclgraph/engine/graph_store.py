@@ -99,8 +99,8 @@ class GraphStore:
     def capture_pieces(
         self, graph: BatchDescriptor, run: Callable[[CapturedPieces], object]
     ) -> CaptureCost:
-        """Call ``run`` with a function. ``run`` calls this function with each segment, and the
-        function captures the segment; see ``_capture``.
+        """Call ``run`` with a ``CapturedPieces`` object, which captures each segment that ``run``
+        passes to it; see ``_capture``.
         """
 
         def record() -> Bucket:

@@ -17,7 +17,7 @@ from dist_aclgraph.steps.step import RankPlan, StepSize
 
 def padded_size(plan: RankPlan, inputs: HostStep) -> StepSize:
     """Return the size to which the step is padded. If ranks share experts, the result is the
-    largest size of all ranks. Otherwise, it is this rank's own size.
+    largest size of all ranks. Otherwise, the result is this rank's own size.
 
     Ranks that share experts must call the same collectives with equal shapes. Ranks that split a
     prompt always pad to the number of tokens of the rank with the most tokens.

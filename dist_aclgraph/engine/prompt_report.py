@@ -37,7 +37,7 @@ class ComingPrompt:
     def read(self) -> PromptLogprobs:
         """Return the report. Call this after the copy has ended."""
         values = self.packed.numpy()
-        width = values.shape[1] // 2 + 1  # number of columns with the ids and the rank
+        width = values.shape[1] // 2 + 1  # number of columns with token ids or ranks
         ids = values[:, :width].view(np.int32)
         kept = 1 + self.num_best
         return PromptLogprobs(
@@ -79,8 +79,8 @@ def queue_prompts(
         num_best = int(settings["prompt_logprobs"][place])
         if begin >= end:  # no token of the prompt follows these tokens
             continue
-        # Index of the request's first token among the step's tokens. The index is hypothetical if
-        # an earlier step has run the first token.
+        # Index of the request's first token among the step's tokens. If an earlier step has run the
+        # first token, this is the index that it would have.
         start = query_end - kv_len
         states = torch.split(hidden[start + begin : start + end], most)
         tokens = npu.upload(batch.token_ids[row, begin + 1 : end + 1].copy())

@@ -492,7 +492,7 @@ class BlockCopies:
 
 
 def _add(known: dict[BlockHash, None], hashes: Sequence[BlockHash]) -> None:
-    """Add hashes to ``known``. If it has too many, remove the oldest hashes."""
+    """Add hashes to ``known``. If ``known`` then has too many hashes, remove the oldest hashes."""
     known |= dict.fromkeys(hashes)
     while len(known) > MAX_PENDING:
         del known[next(iter(known))]

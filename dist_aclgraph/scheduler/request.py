@@ -166,9 +166,7 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The key by which requests are sorted to the order of service: first the deadline, then
-        the arrival.
-        """
+        """The sort key for the order of service: first the deadline, then the arrival."""
         return self.deadline, self.arrival
 
     def start(self, dp_rank: int, row: int) -> RowStart:

@@ -130,8 +130,8 @@ def count_open_files(pid: int) -> int:
 
 
 def host_memory() -> tuple[int, int]:
-    """Return two numbers of bytes: the size of this machine's memory, and the memory that programs
-    can still get.
+    """Return two sizes in bytes: the size of this machine's memory, and the size of the memory that
+    programs can still allocate.
     """
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     sizes = {name: int(kib) << 10 for name, kib, *_ in lines}

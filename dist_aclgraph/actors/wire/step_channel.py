@@ -42,7 +42,7 @@ from dist_aclgraph.steps.step import (
 from dist_aclgraph.topology import GroupRank, WorldRank
 
 POLL_S = 0.1  # seconds between two checks whether a wait should end
-# Seconds to wait for the other workers after a worker's connection has ended.
+# Seconds to wait for frames of the other workers after a worker's connection has ended.
 GONE_S = 1.0
 SOCKET_FILE = "steps"
 

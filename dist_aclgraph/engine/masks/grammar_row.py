@@ -53,7 +53,7 @@ class Row:
         self._end_words = end_words  # mask that allows only the tokens that end an output
         self._ends = frozenset(self.structure.end_ids)
         self.num_seen = 0
-        self._seen: list[int] = []  # the first ``num_seen`` tokens of the output; empty if shared
+        self._seen: list[int] = []  # the first ``num_seen`` output tokens; empty if ``is_shared``
         self._num_consumed = 0
         self._is_over = False  # whether the last consumed token has ended the output
         self._opens = False  # whether the output's first token begins reasoning
