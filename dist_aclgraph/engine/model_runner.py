@@ -80,8 +80,7 @@ class ModelRunner:
     Args:
         owns_output: whether this rank sends the sampled tokens to the engine; the other ranks of
             its tensor parallel group only acknowledge the step.
-        graphs: all graphs that may be captured; the largest graph determines the size of the
-            buffers.
+        graphs: all graphs that may be captured; the largest graph determines the buffers' sizes.
         choose_exchange: returns the exchange that sends the tokens of a graph or of drafts to their
             experts. For an eager step, the plan contains the exchange.
         context: the ranks that share the context of this rank's requests.

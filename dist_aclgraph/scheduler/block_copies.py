@@ -1,7 +1,7 @@
 """BlockCopies: decides which KV blocks of a rank are written to files and read from files.
 If the model has recurrent state, checkpoints of states are also copied.
 
-A block may be written to a file when it is in the prefix cache, because its contents no longer
+A block may be written to a file when it is in the prefix cache, because cached blocks do not
 change. A block that was read from a file enters the prefix cache when all workers have read it. So
 the only effect of a failed copy job is a shorter cached prefix: more tokens are computed.
 
@@ -50,7 +50,8 @@ MAX_LOADING = 1 / 4
 # A request waits at most this many seconds until other jobs end, because a slow disk might take
 # longer than the computation of the prompt.
 WAIT_S = 5.0
-# Maximum number of blocks that wait to be written; if there are more, the oldest are not written.
+# Maximum number of blocks that wait to be written; if there are more, the oldest blocks are not
+# written.
 MAX_PENDING = 4096
 
 

@@ -286,9 +286,9 @@ class Scheduler:
         exchange between experts, the results of the step are void, and ``schedule()`` issues the
         step again. If the logits of a request are NaN or infinite, its blocks might be the cause.
         So the request waits again, and is computed from its first token in clean blocks that no
-        other request uses. If its logits are NaN or infinite a second time, it ends. If a rank had
-        not compiled the grammar of a request, the request gets no token, and waits until all ranks
-        have compiled it.
+        other request uses. If its logits are NaN or infinite a second time, the request ends. If a
+        rank had not compiled the grammar of a request, the request gets no token, and waits until
+        all ranks have compiled it.
 
         Raises:
             WorkerError: the step failed on a rank, or a result does not have the expected tokens.
