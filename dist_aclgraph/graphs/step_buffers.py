@@ -143,8 +143,8 @@ class StepBuffers:
         layout = self._layouts[graph]
         arrays = layout.arrays[index]
         held = twins.held if twins.graph == graph else NOTHING_HELD
-        # In a piecewise step, there can be more places than elements of this array, but
-        # ``upload_step`` sends the places of such a step.
+        # In a piecewise step, there can be more places than the graph's input ``places`` has
+        # elements. But then ``upload_step`` sends the places.
         values = step.token_ids, step.positions, step.slots, step.places, step.rows
         num_filled = 3 if self._verifies(graph) else 4
         for array, new, old, padding in zip(

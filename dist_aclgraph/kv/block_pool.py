@@ -120,8 +120,8 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Return ``count`` free blocks, and add one reference to each block.
 
-        Free blocks that are not in the prefix cache are allocated first. After these, free blocks
-        of the prefix cache are allocated, in the order in which they were freed.
+        Free blocks that are not in the prefix cache are allocated first. Then free blocks of the
+        prefix cache are allocated, in the order in which they were freed.
 
         Raises:
             OutOfBlocksError: fewer than ``count`` blocks are free; no block was allocated.

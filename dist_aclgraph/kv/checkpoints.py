@@ -19,9 +19,9 @@ BlockHash = bytes
 
 
 class Checkpoints:
-    """Owns the checkpoints of one rank. Each checkpoint has a number from 0 to ``count - 1``. It is
-    found by the hash of the last block before its position. This class knows nothing about requests
-    or devices.
+    """Owns the checkpoints of one rank. Each checkpoint has a number from 0 to ``count - 1``. The
+    key of a checkpoint is the hash of the last block before the checkpoint's position. This class
+    knows nothing about requests or devices.
 
     Every checkpoint is free, begun or stored. A step in flight writes a begun checkpoint.
     ``longest`` can find a stored checkpoint. If a new checkpoint is needed and none is free, the

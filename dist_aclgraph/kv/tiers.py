@@ -316,8 +316,7 @@ def disk_root(config: Config) -> Path:
 
 
 class HostCopies:
-    """Registers a group as a user of the copies of KV that the node's memory contains for the
-    model.
+    """Registers a group as a user of the copies of the model's KV in the node's memory.
 
     When a group ends and no other group uses the copies, the group deletes them. If a group is
     killed, the copies stay.

@@ -141,7 +141,8 @@ class Chip:
         counts_shared = self.counts_shared_blocks(config, facts)
         if config.recovery.exact and counts_shared:
             # If attention counts shared blocks and the cache is full, attention refuses the padding
-            # of a graph. The step then runs without a graph, and so with other shapes.
+            # of a graph. Then the step runs without a graph, with other shapes, and its results can
+            # be rounded differently.
             yield (
                 "recovery.exact is true; attention of this model refuses padding that needs more "
                 "blocks than the cache has: set it to false"
