@@ -118,7 +118,7 @@ def _serve(
 
 
 def _wait_for_end(state: ApiState, owner: OwnerClient, life: int) -> Admission:
-    """Wait until the ingress must stop admitting requests; return the owner's answer.
+    """Wait until the ingress must stop admitting requests; return the owner's order to stop.
 
     Raises:
         EngineUnavailableError: no group will ever serve again; the message has the reason.

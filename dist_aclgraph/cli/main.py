@@ -369,10 +369,10 @@ def probe(
         ),
     ] = None,
 ) -> None:
-    """Test how this machine's device behaves; write a report as a JSON file and as a page to read.
+    """Test how this machine's device behaves; write a report as JSON and as a page of HTML.
 
-    Each question runs in a separate process with a time limit; harmless questions are first. No
-    question needs root.
+    Each test runs in a separate process with a time limit; harmless tests run first. No test needs
+    root.
     """
     with _user_errors():
         from dist_aclgraph.cli.probe import compare as compare_report

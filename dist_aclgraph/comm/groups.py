@@ -258,8 +258,8 @@ def make_groups(
             reached.
     """
     if mc2_buffer_mb is not None:
-        # The buffer size is set by the environment variable, because some releases of MC2's
-        # operators ignore the option of the domain.
+        # Sets the environment variable HCCL_BUFFSIZE, because some releases of MC2's operators
+        # ignore the buffer size in the options of a process group.
         set_hccl_buffsize(mc2_buffer_mb)
     handles: dict[tuple[int, ...], Any] = {}
     shared = len(layout.domains) - len(layout.mc2_domains)

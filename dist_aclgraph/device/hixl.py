@@ -59,8 +59,8 @@ class HostMemory:
         self.view = memoryview((ctypes.c_char * num_bytes).from_address(self.address)).cast("B")
 
     def free(self) -> None:
-        """Free the memory. Call this only if no device and no process can access the memory any
-        longer.
+        """Free the memory. Call this only when neither a device nor a process can still access the
+        memory.
         """
         self._acl.aclrtFreeHost(ctypes.c_void_p(self.address))
 
@@ -88,7 +88,7 @@ class HixlEngine:
 
         Args:
             name: host and port where the engine listens, as ``host:port``. Any process that can
-                reach this port can connect, because nothing checks who connects.
+                reach this port can connect, because HIXL authenticates no process.
         """
         hixl = self._hixl
         # Without this option, a transfer to memory that is not registered would be permitted.

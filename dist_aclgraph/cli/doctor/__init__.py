@@ -1,1 +1,1 @@
-"""``dist-aclgraph doctor`` checks each part that a machine needs, and names remedies."""
+"""``dist-aclgraph doctor`` checks each part that a machine needs for serving, and prints remedies."""
