@@ -46,7 +46,7 @@ def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
 
 
 def _continued(new: Report, path: Path) -> Report:
-    """Read the report that is stored at ``path``, set its level to that of ``new``, and return it."""
+    """Return the report that is stored at ``path``, but with the level of ``new``."""
     report = read_report(path)
     before, now = (
         {"dist-aclgraph": r.version, "device.kind": r.kind, **r.machine} for r in (report, new)

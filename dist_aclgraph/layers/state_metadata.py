@@ -37,7 +37,7 @@ class StateCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return an empty result, because these tensors consist of slots, not of blocks."""
+        """Return no tensors, because these tensors consist of slots, not of blocks."""
         return ()
 
     @property
@@ -128,8 +128,8 @@ class DirectStates:
 
     @classmethod
     def of_slots(cls, slots: Tensor, accepted: Tensor, layout: DirectLayout) -> DirectStates:
-        """Return the states of requests with any slots. The computation runs on the device, so it
-        can be captured in a graph.
+        """Return the states of requests whose slots need not be consecutive. The computation runs
+        on the device, so it can be captured in a graph.
         """
         sources = slots.index_select(0, layout.starts + accepted - 1)
         return cls(slots, accepted, sources, layout)

@@ -1,1 +1,1 @@
-"""``dist-aclgraph doctor`` checks each part that a machine needs for serving, and prints remedies."""
+"""``dist-aclgraph doctor`` checks the parts that a machine needs to serve, and prints remedies."""
