@@ -26,7 +26,7 @@ class ClientDeadline:
             self._wind_up(self._due_s)
 
     def shorten(self, seconds: float) -> None:
-        """Set the deadline to ``seconds`` from now, unless the present deadline is earlier."""
+        """Set the deadline to ``seconds`` from now if this is earlier than the present deadline."""
         if self._due_s is None or self._loop.time() + seconds < self._due_s:
             self.set(seconds)
 

@@ -47,8 +47,8 @@ class Inbox:
 class Outbox:
     """Wakes the engine client's thread once for all requests that one turn of the loop submits.
 
-    After a wake-up, the loop has to wait until the thread no longer holds the interpreter's lock.
-    If many requests arrive together, a wake-up for each of them would delay the last of them.
+    After a wake-up, the loop has to wait until the thread releases the interpreter's lock. If many
+    requests arrive together, a wake-up for each of them would delay the last of them.
 
     Args:
         wake: wakes the thread.

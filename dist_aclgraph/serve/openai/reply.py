@@ -39,7 +39,8 @@ class Shape(ABC):
     """Converts pieces of text to the reply of one endpoint.
 
     Attributes:
-        shows_usage_so_far: whether ``frames`` gets the token counts so far as ``usage``.
+        shows_usage_so_far: whether the argument ``usage`` of ``frames`` contains the present token
+            counts.
     """
 
     shows_usage_so_far: bool = False
