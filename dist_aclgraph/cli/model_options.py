@@ -216,8 +216,8 @@ def load_local_model(
 
 
 def show_and_save(config: Config, source: str, is_changed: bool, save: Path | None) -> None:
-    """Print the configuration, unless it is the unchanged content of a file. If the path ``save``
-    is given, also write the configuration to this path.
+    """Print the configuration if options changed it, or if ``source`` is not a file. If the path
+    ``save`` is given, also write the configuration to this path.
 
     Raises:
         ConfigError: the file cannot be written.

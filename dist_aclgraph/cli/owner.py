@@ -286,7 +286,7 @@ class _Checks:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Wait until the last check has ended. Only then, the deployment may be stopped."""
+        """Wait until the last check has ended. Stop the deployment only after this call."""
         self._ended.set()
         self._thread.join(JOIN_S)
 

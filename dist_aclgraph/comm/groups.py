@@ -241,8 +241,8 @@ def make_groups(
     watchdog_s: float | None = None,
     marks: CollectiveMarks = NO_MARKS,
 ) -> RankGroups:
-    """Return the groups of ``rank``. Two groups with the same ranks share one communicator, except
-    the group ``mc2``, which has its own.
+    """Return the groups of ``rank``. Groups with the same ranks share one communicator. Only the
+    group ``mc2`` has a separate communicator.
 
     Every rank of the world must call this.
 

@@ -275,7 +275,7 @@ def _known_keys(location: tuple[Any, ...]) -> str:
 
 
 def _check_same(name: str, value: Any, ours: str | None) -> None:
-    """Refuse an option of ``SAME`` whose value differs from the value of our key."""
+    """Refuse an option whose value differs from the value of our key; see ``vllm_options.SAME``."""
     if value and not is_harmless(name, value):
         given = _find_model(str(value), shipped("")) if name == "tokenizer" else str(value)
         if given != ours:

@@ -42,8 +42,8 @@ def import_hixl() -> Any:
 
 
 class HostMemory:
-    """Pinned host memory that devices of other nodes can read. Only ``free`` frees it, not Python's
-    garbage collector, because a device might still access it.
+    """Pinned host memory that devices of other nodes can read. Python's garbage collector does not
+    free this memory, because a device might still access it: call ``free``.
 
     Raises:
         DeviceError: there is not enough memory.

@@ -27,9 +27,9 @@ def copy_call(
 ) -> Scan[Outcome]:
     """Read the JSON object of a call, and emit its arguments piece by piece.
 
-    The call begins when its name was read and its arguments begin. If the object has, before this
-    point, a key that calls do not have, the object is not a call. Members after the arguments are
-    left out. A missing closing brace of the object is not an error.
+    ``CallBegin`` is emitted when the name was read and the arguments begin. If a key that calls do
+    not have comes before this point, the object is not a call. Members after the arguments are left
+    out. A missing closing brace of the object is not an error.
 
     Args:
         known: names of tools; an object with another name is not a call. None allows all names.

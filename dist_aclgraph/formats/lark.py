@@ -130,7 +130,7 @@ class Lark:
         found = []
         for pattern in patterns_of(schema, root, ["'", "\\"]):
             inner = rf"/({_PLAIN}|\\['\"\\nt])*/"
-            if pattern is not None:  # a pattern would see an escape as two characters
+            if pattern is not None:  # without escapes: a pattern sees two characters in an escape
                 inner = f"(/{_escaped(pattern)}/ & /{_PLAIN}*/)"
             found.append(self._terminal(f'"\'" {inner} "\'"'))
         return found
@@ -215,8 +215,8 @@ class Lark:
         return first, text[len(first) :]
 
     def _spelled(self, texts: Sequence[str]) -> list[str]:
-        """Return those texts that contain no marker token. The other texts cannot be written with
-        ordinary tokens.
+        """Return the texts without marker tokens. Ordinary tokens cannot spell a text with a marker
+        token.
         """
         return [text for text in texts if not self._cut(text)[1]]
 

@@ -51,8 +51,8 @@ class Arguments:
         Args:
             trims: whether one newline is removed at each end of the text.
             is_text: whether the model has marked the value as a string; None if it has not marked
-                the value. If ``is_text`` is None, or if the schema allows no string, the value's
-                type is found by the schema.
+                the value. If ``is_text`` is None, or if the schema allows no string, the schema
+                determines the value's type.
         """
         types = types_of(property_of(name, self._schema), self._schema)
         if is_text is None or (is_text and types and "string" not in types):

@@ -140,8 +140,8 @@ class AttentionMetadata:
     Attributes:
         num_tokens: number of live tokens of this rank; activations can have more rows, for padding.
         written: [num_written], the slots to which new KV is written; nothing is written to slot -1.
-            The slots are in the order of this rank's live tokens. If prompts are split, the slots
-            are of the tokens of all prefill ranks, rank by rank.
+            The slots are in the order of this rank's live tokens. If prompts are split, ``written``
+            contains the slots for the tokens of all prefill ranks, rank by rank.
         num_exchanged: if prompts are split, the number of elements of ``written`` for each prefill
             rank; otherwise 0.
         written_rope: the rows of cosines and sines for the tokens in ``written``; None if writing

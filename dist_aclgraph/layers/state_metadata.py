@@ -37,7 +37,7 @@ class StateCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return no tensors, because these tensors consist of slots, not of blocks."""
+        """Return no tensors, because all tensors of this cache consist of slots, not of blocks."""
         return ()
 
     @property

@@ -73,8 +73,8 @@ class ModelConfig:
             return "(none)"
         if not isinstance(names, list) or not isinstance(names[0], str):
             raise self._wrong("architectures", names, "a list of names")
-        # Embedding models are often stored without an output head. As in vLLM, they have the
-        # decoder of the architecture with a head.
+        # Embedding models are often stored without an output head. As in vLLM, such a model is read
+        # like the architecture that has the same decoder and a head.
         name = names[0][:200]
         is_headless = name.endswith("Model") and not name.endswith("HeadModel")
         return f"{name.removesuffix('Model')}ForCausalLM" if is_headless else name

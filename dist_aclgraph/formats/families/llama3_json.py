@@ -1,6 +1,6 @@
 """Llama 3: the whole answer is ``{"name": "f", "parameters": {...}}``, with "; " between calls.
 
-An answer that begins like a call is a call only if its name is the name of a given tool. Calls with
+An answer that begins like a call is a call only if a given tool has the name in it. Calls with
 ``<|python_tag|>`` before them may also follow text.
 """
 

@@ -1,6 +1,6 @@
 """Questions about calls that CANN's documents exclude, or about which the documents contradict each
 other. With some of these calls, the runtime would need fewer operators, fewer copies or less
-memory. The other calls are calls that vllm-ascend avoids.
+memory. vllm-ascend avoids the other calls.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from collections.abc import Callable
 class ClientDeadline:
     """Owns one timer, which calls ``on_overdue`` after the deadline has passed.
 
-    A later deadline does not change the timer. If the timer then fires too early, it is set again.
+    A later deadline does not change the timer. If the timer fires before the deadline, the timer is
+    set again.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_overdue: Callable[[], None]) -> None:

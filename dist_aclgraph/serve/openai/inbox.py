@@ -59,7 +59,9 @@ class Outbox:
         self._is_called = False
 
     def note(self) -> None:
-        """Wake the thread after the callbacks that are ready to run. The loop calls this."""
+        """Wake the thread when the loop has run the callbacks that are ready now. The loop calls
+        this.
+        """
         if not self._is_called:
             self._is_called = True
             self._loop.call_soon(self._hand_on)
