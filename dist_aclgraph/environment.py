@@ -77,7 +77,7 @@ def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
     """Set this node's network variables before torch_npu is loaded. Existing values are not
     changed.
 
-    The configuration is the same for all nodes. If one node needs another value, its user sets the
+    The configuration is the same for all nodes. If one node needs another value, the user sets the
     variable for ``ray start`` on this node. The processes of the node inherit the variable.
 
     Args:

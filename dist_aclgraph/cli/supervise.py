@@ -286,8 +286,8 @@ class Supervisor:
         """Print a message, and return whether the budget allows this restart.
 
         Args:
-            is_counted: whether the restart uses up a part of the budget. If false, the restart is
-                refused only if the budget is zero restarts per hour.
+            is_counted: whether the restart uses up a part of the budget. If false, only a budget of
+                zero restarts per hour refuses the restart.
         """
         is_left = self._restarts.per_hour > 0
         if is_counted:

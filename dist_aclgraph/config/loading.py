@@ -120,7 +120,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
         ConfigError: the message names each bad key, its value and the allowed values.
     """
     values = _lists_to_tuples(dict(raw))
-    if "model_overrides" in raw:  # model_overrides keeps lists, as in config.json
+    if "model_overrides" in raw:  # lists in it stay lists, as in config.json
         values["model_overrides"] = raw["model_overrides"]
     try:
         return Config.model_validate(values)

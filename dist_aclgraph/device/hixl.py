@@ -43,7 +43,7 @@ def import_hixl() -> Any:
 
 class HostMemory:
     """Pinned host memory that devices of other nodes can read. Python's garbage collector does not
-    free this memory, because a device might still access it: call ``free``.
+    free this memory, because a device might still access it. Call ``free`` to free it.
 
     Raises:
         DeviceError: there is not enough memory.

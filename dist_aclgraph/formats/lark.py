@@ -215,8 +215,8 @@ class Lark:
         return first, text[len(first) :]
 
     def _spelled(self, texts: Sequence[str]) -> list[str]:
-        """Return the texts without marker tokens. Ordinary tokens cannot spell a text with a marker
-        token.
+        """Return the texts that contain no marker token. Ordinary tokens cannot spell the other
+        texts.
         """
         return [text for text in texts if not self._cut(text)[1]]
 

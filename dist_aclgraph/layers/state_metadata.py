@@ -113,8 +113,8 @@ class DirectStates:
     Attributes:
         slots: [t] int32, the slot that each token names. All tokens of a padding request name slot
             0. Two requests never name the same slot, except slot 0.
-        accepted: [n] int32, for each request, the number, counted from 1, of the token that names
-            the slot with the request's current state; 1 for padding.
+        accepted: [n] int32, for each request, the number of the token that names the slot with the
+            request's current state. Tokens are counted from 1; padding has 1.
         sources: [n] int32, for each request, the slot with the state from which it begins."""
 
     slots: Tensor

@@ -51,8 +51,8 @@ def examine(config: Config | None = None) -> list[Finding]:
 
 
 def machine_findings(*, uses_hixl: bool = False) -> list[Finding]:
-    """Return the findings about this machine that need no configuration. Each node of a cluster
-    reports them too.
+    """Return the findings about this machine. In a cluster, each node reports these findings about
+    itself.
 
     Args:
         uses_hixl: whether copies of KV blocks are fetched over HIXL.
