@@ -49,7 +49,7 @@ def child_environment(config: Config) -> dict[str, str]:
 def python_environment(config: Config) -> dict[str, str]:
     """Return the environment for a Python process that must find this process's modules.
 
-    The process loads torch in the same way as worker processes.
+    It contains the variables of worker processes, too (``child_environment``).
     """
     paths = os.pathsep.join(filter(None, sys.path))
     return {**os.environ, **child_environment(config), "PYTHONPATH": paths}
@@ -77,9 +77,8 @@ def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
     """Set this node's network variables before torch_npu is loaded. Existing values are not
     changed.
 
-    The configuration is the same for all nodes. A node that needs another value sets the variable
-    for its ``ray start``: this process inherits the variable, and does not change existing
-    variables.
+    The configuration is the same for all nodes. If one node needs another value, the user sets the
+    variable for ``ray start`` on this node. The processes of the node inherit the variable.
 
     Args:
         address: this node's own address, if the ranks of its group are on several nodes. HCCL uses
@@ -94,7 +93,8 @@ def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
     for name, value in asked.items():
         if value is not None:
             os.environ.setdefault(name, value)
-    # An address has priority over interfaces in HCCL, so set no address if interfaces are selected.
+    # HCCL prefers an address to interfaces. So no address is set if the user has selected
+    # interfaces.
     if address is not None and "HCCL_SOCKET_IFNAME" not in os.environ:
         os.environ.setdefault("HCCL_IF_IP", address)
 
@@ -108,7 +108,7 @@ def set_hccl_buffsize(mb: int) -> None:
 
 
 def network_variables() -> dict[str, str]:
-    """Return the variables of this process's environment for HCCL and Gloo."""
+    """Return this process's environment variables that HCCL and Gloo read."""
     return {
         name: value for name, value in os.environ.items() if name.startswith(("HCCL_", "GLOO_"))
     }
@@ -139,8 +139,9 @@ def sourced_parts() -> dict[str, Path | None]:
 
 
 def cann_scripts() -> list[Path]:
-    """Return CANN's installed set-up scripts. The scripts of root's CANN are first. For each CANN,
-    the script of the newest layout is first.
+    """Return CANN's installed set-up scripts: first the scripts of the CANN that root has
+    installed, then the scripts of the user's CANN. If a CANN has two scripts, the script of the
+    newer layout is first.
     """
     installed = os.environ.get("ASCEND_INSTALL_PATH")
     # A user other than root installs CANN in the home folder.
@@ -152,7 +153,9 @@ def cann_scripts() -> list[Path]:
 
 
 def ascend_toolkit() -> Path:
-    """Return the path of CANN from its set-up script; otherwise CANN's default path."""
+    """Return the path that CANN's set-up script has set; CANN's default path if no script was
+    sourced.
+    """
     if sourced := sourced_cann():
         return sourced
     # From version 8.5 on, CANN is in cann/; older versions are in ascend-toolkit/latest/.

@@ -27,8 +27,8 @@ DistAclGraphError
       RayDiedError        the Ray that was started for a deployment has died
   RollError               a group could not be replaced; says what each group runs now
 
-Every error survives pickling, because Ray transports it. So fields are passed to
-``Exception.__init__``.
+Ray pickles errors to send them to other processes. So that pickling works, each error passes its
+fields to ``Exception.__init__``.
 """
 
 from __future__ import annotations

@@ -20,26 +20,26 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DESCRIPTIONS = ("*.json", "*.jinja", "tiktoken.model", "tokenizer.model")
 WEIGHTS = ("*.safetensors",)
 MAIN_BRANCHES = {"huggingface": "main", "modelscope": "master"}
-# Files that are not loaded, because they contain the same weights in other formats. Two kinds of
-# files in folders are loaded: chat templates (additional_chat_templates), and JSON in folders whose
-# names begin with a digit, which describe modules of an embedding model (1_Pooling).
+# Patterns of files that are not downloaded, because they contain the same weights in other formats.
+# Two kinds of files in subfolders are downloaded all the same: chat templates
+# (additional_chat_templates), and JSON files of an embedding model's modules, whose folders' names
+# begin with a digit (1_Pooling).
 UNUSED = ("[!0-9]*/*.json", "*/*.safetensors", "consolidated*")
 
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
-    """Return the configuration with the directory of its model. If the model is on a hub, load the
-    model first.
+    """Return the configuration with the directory of its model. If the model is on a hub, download
+    it first.
 
     A local directory at the path ``model`` has priority over a model of this name on the hub.
     Clients of the API use the name on the hub.
 
     Args:
-        weights: whether the files of weights are also needed.
+        weights: whether the files of weights are downloaded, too.
 
     Raises:
         MissingPackageError: the client of ModelScope is not installed.
-        ModelError: the model is not a checkpoint; or it can be loaded neither from the hub nor from
-            the cache.
+        ModelError: the model is not a checkpoint; or neither the hub nor the cache has its files.
     """
     name = config.model
     if exists(name) or not HUB_NAME.fullmatch(name):

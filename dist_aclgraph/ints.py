@@ -16,7 +16,9 @@ assert sys.byteorder == "little" and array("i").itemsize == INT_BYTES
 
 
 def int_list(values: Sequence[int] | IntArray = ()) -> array[int]:
-    """Return a list of int32 that can grow, and that ``pack_ints`` packs by one copy of bytes."""
+    """Return a list of int32 that can grow, and that ``pack_ints`` packs with one copy of its
+    bytes.
+    """
     if not isinstance(values, np.ndarray):
         return array("i", values)
     found = array("i")

@@ -110,5 +110,5 @@ def last_change_s(path: Path) -> float:
 
 
 def file_name(text: str) -> str:
-    """Return the text in a form that may be part of a file name; `-` replaces other characters."""
+    """Return the text with `-` in place of each character that a file name must not contain."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:MAX_NAME_CHARS] or "model"

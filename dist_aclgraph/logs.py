@@ -275,7 +275,7 @@ def _text_of(value: Any) -> str:
     text = str(value)
     if _BARE.fullmatch(text):
         return text
-    # Quotes and escapes prevent that a client's text looks like another value or another line.
+    # Quotes and escapes prevent a client's text from looking like another value or another line.
     return json.dumps(text, ensure_ascii=not text.isprintable())
 
 

@@ -181,8 +181,8 @@ class SamplingParams:
             tokenizer.json adds such spaces.
         detokenize: whether the outputs of `LLM` have a text.
         output_kind: has no effect, because `LLM` returns whole outputs only.
-        truncate_prompt_tokens: `LLM` uses this number of tokens from the end of the prompt; -1 uses
-            as many as fit in the context together with the output.
+        truncate_prompt_tokens: `LLM` uses this number of tokens from the end of the prompt; -1 sets
+            the largest number that fits in the context together with the output.
         structured_outputs: the format that the answer must have.
         thinking_tokens: maximum number of tokens of reasoning. After this number, the reasoning
             ends.

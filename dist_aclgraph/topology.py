@@ -140,10 +140,10 @@ class ParallelLayout:
     def domains(self) -> tuple[Ranks, ...]:
         """The communication domains: distinct sets of two or more ranks that meet in collectives.
 
-        Two kinds of groups with the same ranks share one communicator, so its streams are counted
-        once. MC2 has a separate communicator, which is listed last. Copies of a dense model never
-        communicate with each other. If experts are spread over copies of the model, the copies
-        communicate in the EP domain.
+        Two kinds of groups with the same ranks share one communicator, so the communicator's
+        streams are counted once. MC2 has a separate communicator, which is listed last. Copies of a
+        dense model never communicate with each other. If experts are spread over copies of the
+        model, the copies communicate in the EP domain.
         """
         kinds: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
         sets = {tuple(sorted(group)) for kind in kinds for group in self.groups(kind)}

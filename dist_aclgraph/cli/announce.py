@@ -81,7 +81,7 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     body = json.dumps({"model": config.name, **fields})
     others = [_url(config, index) for index in range(1, config.serve.replicas)]
     console.print(f"Ready at {', '.join(f'{each}/v1' for each in (url, *others))} -- try:")
-    # Users copy this line, so it is not printed by rich, which would wrap it.
+    # Users copy this line. It is printed without rich, because rich would wrap the line.
     print(
         f"curl -s {_curl_options(config)}{url}{path} "
         f"-H 'Content-Type: application/json' -d '{body}'"
@@ -92,7 +92,7 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
 def _is_in_float16(config: Config) -> bool:
     try:
         return read_model_config(config.model, config.model_overrides).dtype == "float16"
-    except DistAclGraphError:  # this error must not end a deployment that serves
+    except DistAclGraphError:  # an error here must not end the serving deployment
         return False
 
 

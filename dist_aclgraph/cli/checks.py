@@ -14,7 +14,7 @@ from dist_aclgraph.shapes.weight_files import check_weight_files
 def check_deployment(config: Config) -> Config:
     """Return the configuration with the chosen device; raise an error if a deployment cannot start.
 
-    The checks include the files of weights, which a deployment needs and a plan does not.
+    The files of weights are checked too, because a deployment loads the weights.
 
     Raises:
         DeviceError: this machine has fewer NPUs than the ranks need.

@@ -29,7 +29,7 @@ def read_groups(folder: Path) -> dict[int, list[Recording]]:
     order.
 
     Args:
-        folder: a folder of logs, or the folder of recorded steps in it.
+        folder: a folder of logs, or the subfolder that contains the recorded steps.
 
     Raises:
         ConfigError: the folder has no recorded steps.
@@ -47,8 +47,8 @@ def read_groups(folder: Path) -> dict[int, list[Recording]]:
 
 
 def _of_one_start(found: dict[int, tuple[int, Recording]]) -> list[Recording]:
-    """``found`` contains the recordings of all groups with the same number. Return the recordings
-    of the group of the last deployment, in rank order.
+    """Return the recordings of the last deployment, in rank order. All recordings in ``found`` are
+    of groups with the same number.
 
     Several deployments may have used the folder, and each of them counts its groups from 0. The
     ranks of a later deployment begin to record after the last record of an earlier deployment.

@@ -26,7 +26,7 @@ from dist_aclgraph.serve.resume.holder import HolderLink
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-END_S = 30.0  # after the failure of an ingress, the owner must end the service within this time
+END_S = 30.0  # after all groups have failed, the owner must end the service within this time
 OVER = Admission("the service has ended")
 
 
@@ -112,13 +112,14 @@ def _serve(
         state.close()
         asker.close()
         owner.close()
-    # The owner notices the same failure without a message from this process, and ends the service.
+    # If all groups have failed, the owner notices this without a message from this process, and
+    # ends the service.
     if not _is_over(life, END_S if failure else None) and failure:
         raise failure
 
 
 def _wait_for_end(state: ApiState, owner: OwnerClient, life: int) -> Admission:
-    """Wait until the ingress must stop admitting requests; return the owner's answer.
+    """Wait until the ingress must stop admitting requests; return the owner's order to stop.
 
     Raises:
         EngineUnavailableError: no group will ever serve again; the message has the reason.

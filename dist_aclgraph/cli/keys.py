@@ -52,14 +52,14 @@ def render_keys() -> str:
     return "\n".join([INTRODUCTION, *_render(Config, ""), options + REFUSED_HEAD + refused])
 
 
-# If more than four values of an option have other names here, the page shows only the option's
-# note.
+# If more than four values of an option have other names here, the page does not list these names.
+# It then shows only the option's note.
 MAX_WORDS = 4
 
 
 def _options() -> Iterator[tuple[str, str]]:
-    """Yield, for each option of vLLM, its flags and a text: our key, and the values whose names in
-    vLLM differ from ours.
+    """Yield two texts for each option of vLLM. The first text lists the option's flags. The second
+    text has our key, the values that have other names in vLLM than here, and the option's note.
     """
     for name, option in OPTIONS.items():
         flags = ", ".join(f"`{_flag(each)}`" for each in (name, *option.short))

@@ -266,7 +266,8 @@ def roll(
     deployment: DeploymentName = None,
     ray: RayAddress = None,
 ) -> None:
-    """Replace the groups of a running deployment, one by one, by groups of another configuration.
+    """Replace each group of a running deployment with a group of another configuration, one after
+    another.
 
     No request fails, because old groups finish their requests. The model, its overrides, names,
     task and sampling defaults, and the seed must stay the same, because ingresses have already read
@@ -369,10 +370,10 @@ def probe(
         ),
     ] = None,
 ) -> None:
-    """Test how this machine's device behaves; write a report as a JSON file and as a page to read.
+    """Test how this machine's device behaves; write a report as JSON and as a page of HTML.
 
-    Each question runs in a separate process with a time limit; harmless questions are first. No
-    question needs root.
+    Each test runs in a separate process with a time limit; harmless tests run first. No test needs
+    root.
     """
     with _user_errors():
         from dist_aclgraph.cli.probe import compare as compare_report
@@ -385,7 +386,7 @@ def probe(
         report = run_probe(level, out, DeviceConfig(kind=kind))
         print(f"{report.summary()}: {out}, {page_of(out)}", flush=True)
         if multiprocessing.active_children():
-            os._exit(0)  # Python would wait for a killed process that hangs in the driver
+            os._exit(0)  # a normal exit would wait for a killed process that hangs in the driver
 
 
 @contextmanager

@@ -53,9 +53,9 @@ def _known_arguments(args: Sequence[str]) -> Iterator[str]:
     """Yield the arguments in the form that the command declares, without the options that have no
     effect.
 
-    If an option has several values, repeat the option before each value. Options that set single
-    keys of a mapping (``--compilation-config.cudagraph_mode NONE``) are joined to one option, which
-    comes last.
+    An option with several values is yielded several times, each time with one value. Options that
+    set single keys of a mapping (``--compilation-config.cudagraph_mode NONE``) are joined into one
+    option, which is yielded last.
 
     Raises:
         ConfigError: an option has no counterpart here.
@@ -205,10 +205,10 @@ def load_local_model(
     *,
     weights: bool = True,
 ) -> Config:
-    """Load a configuration; if its model is not on this machine, load the model from its hub.
+    """Load a configuration. If its model is not on this machine, download the model from its hub.
 
     Args:
-        weights: whether the command reads weights, so that they must be on this machine.
+        weights: whether the command reads weights. If false, no weights are downloaded.
     """
     from dist_aclgraph.hub import with_local_model
 
@@ -216,8 +216,8 @@ def load_local_model(
 
 
 def show_and_save(config: Config, source: str, is_changed: bool, save: Path | None) -> None:
-    """Print the configuration, unless it is the unchanged content of a file. If the path ``save``
-    is given, also write the configuration to this path.
+    """Print the configuration if options changed it, or if ``source`` is not a file. If the path
+    ``save`` is given, also write the configuration to this path.
 
     Raises:
         ConfigError: the file cannot be written.

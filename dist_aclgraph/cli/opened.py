@@ -1,4 +1,4 @@
-"""Reads the files, and opens the sockets, that ``dist-aclgraph serve`` needs before its start.
+"""Reads the files and opens the sockets of ``dist-aclgraph serve``, before the service starts.
 
 The sockets stay open until the service ends, so that every later owner and ingress uses the same
 sockets.

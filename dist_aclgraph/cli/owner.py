@@ -64,10 +64,10 @@ def own_deployment(
 
     Args:
         heartbeat: the heartbeat that this process sends while the deployment starts and serves.
-        restarts: the supervisor's budget for restarts of owners, as it was at this owner's start;
-            None if there is no supervisor. With a supervisor, a signal during the start ends this
-            process at once, because the supervisor ends the processes that this process has
-            started.
+        restarts: a copy of the supervisor's budget for restarts of owners, made when this owner
+            started; None if there is no supervisor. With a supervisor, a signal during the start
+            ends this process at once, because the supervisor ends the processes that this process
+            has started.
 
     Raises:
         RayDiedError: the Ray that was started for the deployment has died. The caller may start a
@@ -286,7 +286,7 @@ class _Checks:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Wait until the last check has ended. Only then, the deployment may be stopped."""
+        """Wait until the last check has ended. Stop the deployment only after this call."""
         self._ended.set()
         self._thread.join(JOIN_S)
 

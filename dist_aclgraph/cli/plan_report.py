@@ -218,8 +218,8 @@ def _facts_entry(facts: ModelFacts) -> dict[str, Any]:
 def _requests_that_fit(
     deployment: AssumedDeployment, num_blocks: int, longest: int
 ) -> list[dict[str, int]]:
-    """For each length, return how many requests of this length the KV caches of all ranks hold
-    together.
+    """Return, for each length, the number of requests of this length that fit into the KV caches of
+    all ranks.
     """
     spec, dp = deployment.planner.cache_spec, deployment.config.parallel.dp
     lengths = [*(tokens for tokens in REQUEST_TOKENS if tokens < longest), longest]

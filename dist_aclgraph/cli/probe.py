@@ -20,10 +20,11 @@ from dist_aclgraph.version import VERSION
 
 
 def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
-    """Run those tests of a level that have no result in the report ``out``; write report and page.
+    """Run the tests of a level whose results the report ``out`` lacks; write the report and its
+    page.
 
     Raises:
-        ConfigError: ``out`` is the report of another machine, or of other versions.
+        ConfigError: ``out`` is the report of another machine, or of other versions of the software.
         DeviceError: the configured device does not exist.
         EmulatorBuildError: the emulator cannot be built.
     """
@@ -46,7 +47,7 @@ def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
 
 
 def _continued(new: Report, path: Path) -> Report:
-    """Return the report that is stored at ``path``, with the level of the new report."""
+    """Return the report that is stored at ``path``, but with the level of ``new``."""
     report = read_report(path)
     before, now = (
         {"dist-aclgraph": r.version, "device.kind": r.kind, **r.machine} for r in (report, new)
@@ -72,8 +73,8 @@ def write_page(report: Report, path: Path) -> None:
 
 
 def compare(path: Path) -> str:
-    """Write two files beside a report: the report's page, and the differences as rules of the
-    emulator.
+    """Write two files beside a report: the report's page, and rules for the emulator. With the
+    rules, the emulator behaves like the device of the report.
 
     Returns the differences as a table.
 

@@ -49,8 +49,8 @@ ServeHttp = Callable[[int, Beat, HolderLink], None]
 
 @dataclass
 class _Ingress:
-    """One ingress: its process, and the objects that stay when another process replaces this
-    process.
+    """One ingress: its current process, and the objects that all processes of this ingress use one
+    after another.
 
     Attributes:
         pid: process id of the ingress; 0 while no process runs.
@@ -76,13 +76,13 @@ class Supervisor:
             end of a pipe, which is closed when the ingress must end; a function that the ingress's
             event loop calls every second; and a link that lets the next ingress continue the
             connections.
-        restarts: budget for restarts of the owner, and of an ingress that has not served. An
-            ingress that has served is replaced even if the budget is used up, but not if the budget
-            is zero restarts per hour. The budget's pauses apply only to the owner.
+        restarts: budget for restarts of the owner, and of an ingress that has not served. The
+            replacement of an ingress that has served costs no budget. With a budget of zero
+            restarts per hour, no process is replaced. The budget's pauses apply only to the owner.
         silent_s: a process that sends no heartbeat for this time is killed.
         end_s: an owner that has not ended within this time after a signal is killed.
-        end_started: a function that kills the processes that a dead owner has started, if they are
-            not descendants of the supervisor.
+        end_started: a function that kills processes of a dead owner that are not descendants of the
+            supervisor.
         on_fork: a function that each new process calls first.
         make_backoff: a function that returns the pauses before restarts of an ingress that ends
             soon after its start.
@@ -228,8 +228,8 @@ class Supervisor:
                 now_s = time.monotonic()
                 if now_s - ingress.began_s >= SETTLED_S:
                     ingress.backoff.succeeded()
-                # The pause begins at the previous failure. After a long run of the ingress, the
-                # pause is already over.
+                # The pause is measured from the previous failure of this ingress. If the ingress
+                # has run for longer than the pause, it is started at once.
                 ingress.due_s = now_s + ingress.backoff.pause_s(now_s)
                 ingress.backoff.failed(now_s)
                 return None
@@ -283,12 +283,11 @@ class Supervisor:
                 os.kill(pid, signal.SIGKILL)
 
     def _may_restart(self, why: str, what: str, *, is_counted: bool = True) -> bool:
-        """Count one restart in the budget, and print a message. Return whether the budget allows
-        this restart.
+        """Print a message, and return whether the budget allows this restart.
 
         Args:
-            is_counted: whether the restart uses up a part of the budget. If false, the restart is
-                refused only if the budget is zero restarts per hour.
+            is_counted: whether the restart uses up a part of the budget. If false, only a budget of
+                zero restarts per hour refuses the restart.
         """
         is_left = self._restarts.per_hour > 0
         if is_counted:
@@ -302,8 +301,8 @@ class Supervisor:
         return False
 
     def _end_ingresses(self) -> None:
-        """Wait at most ``END_S`` until all ingresses have ended; they know that the service is
-        over. After this time, kill the ingresses that still run.
+        """Wait at most ``END_S`` until all ingresses have ended. After this time, kill the
+        ingresses that still run. The ingresses have already been told that the service is over.
         """
         until_s = time.monotonic() + END_S
         while running := self._running_ingresses():

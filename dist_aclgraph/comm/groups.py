@@ -241,8 +241,8 @@ def make_groups(
     watchdog_s: float | None = None,
     marks: CollectiveMarks = NO_MARKS,
 ) -> RankGroups:
-    """Return the groups of ``rank``. Two groups with the same ranks share one communicator, except
-    the group ``mc2``, which has its own.
+    """Return the groups of ``rank``. Groups with the same ranks share one communicator. Only the
+    group ``mc2`` has a separate communicator.
 
     Every rank of the world must call this.
 
@@ -258,8 +258,8 @@ def make_groups(
             reached.
     """
     if mc2_buffer_mb is not None:
-        # The buffer size is set by the environment variable, because some releases of MC2's
-        # operators ignore the option of the domain.
+        # Sets the environment variable HCCL_BUFFSIZE, because some releases of MC2's operators
+        # ignore the buffer size in the options of a process group.
         set_hccl_buffsize(mc2_buffer_mb)
     handles: dict[tuple[int, ...], Any] = {}
     shared = len(layout.domains) - len(layout.mc2_domains)

@@ -22,8 +22,8 @@ from dist_aclgraph.device.npu import Npu, translated
 
 
 class CollectiveMarks:
-    """Records no marks. The subclass ``DeviceMarks`` is used if ``logging.record_collectives`` is
-    true.
+    """A base class that records no marks. The subclass ``DeviceMarks`` records marks; it is used if
+    ``logging.record_collectives`` is true.
     """
 
     def begin_step(self, step: int) -> None:

@@ -49,8 +49,8 @@ def generation_of(chip: str) -> str:
 
 
 def is_cann_before(cann: str, *version: int) -> bool:
-    """Return whether a version of CANN is older than ``version``. An unknown version ("") counts as
-    older than ``version``, because older versions have stricter limits. A release candidate such as
+    """Return whether the CANN version ``cann`` is older than ``version``. An unknown version ("")
+    counts as older, because older versions have stricter limits. A release candidate such as
     8.5.RC1 is treated like 8.5.0, as in the emulator (``cann_before`` in ``target.h``).
     """
     numbers = re.match(r"([0-9]*)\.?([0-9]*)\.?([0-9]*)", cann)

@@ -38,7 +38,8 @@ from dist_aclgraph.vllm_options import (
 
 MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML would need seconds for larger texts
 MAX_SHOWN_ERRORS = 5
-# One slash is enough, because a Path replaces the two slashes of an address by one slash.
+# Matches an address with one slash too, because a Path replaces the two slashes of an address by
+# one slash.
 _ADDRESS = re.compile(r"[a-z][a-z0-9+]+:/")
 _OF_HUB = re.compile(r"(?:https?:/+[^/]+/(?:models/)?|hf:/+)([\w.-]+/[\w.-]+)")
 MODEL_FILE, CONFIG_SUFFIXES = "config.json", (".yaml", ".yml", ".json")
@@ -48,9 +49,8 @@ def load_config(source: str | Path, overrides: Mapping[str, Any] | None = None) 
     """Read a configuration, apply dotted overrides, and check the result.
 
     If the working directory has no ``configs/x.yaml``, the package's file of this name is read. A
-    relative ``model`` is relative to the working directory if this path exists. Otherwise it is
-    relative to the parent of the file's folder: in ``a/configs/x.yaml``, ``models/y`` means
-    ``a/models/y``.
+    relative path in the key ``model`` is looked up first in the working directory, then in the
+    parent of the file's folder: in ``a/configs/x.yaml``, ``models/y`` means ``a/models/y``.
 
     Args:
         source: path of a YAML file, or a model's directory or hub name. For a model, all other keys
@@ -120,7 +120,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
         ConfigError: the message names each bad key, its value and the allowed values.
     """
     values = _lists_to_tuples(dict(raw))
-    if "model_overrides" in raw:  # model_overrides keeps lists, as in config.json
+    if "model_overrides" in raw:  # lists in it stay lists, as in config.json
         values["model_overrides"] = raw["model_overrides"]
     try:
         return Config.model_validate(values)
@@ -275,7 +275,7 @@ def _known_keys(location: tuple[Any, ...]) -> str:
 
 
 def _check_same(name: str, value: Any, ours: str | None) -> None:
-    """Refuse an option of ``SAME`` whose value differs from the value of our key."""
+    """Refuse an option whose value differs from the value of our key; see ``vllm_options.SAME``."""
     if value and not is_harmless(name, value):
         given = _find_model(str(value), shipped("")) if name == "tokenizer" else str(value)
         if given != ours:
@@ -309,7 +309,7 @@ def _find_model(model: str, base: Path) -> str:
     is no such directory, return ``model``, which may be a name on a hub.
 
     Raises:
-        ConfigError: the model is an address.
+        ConfigError: the model is an address, such as https://...
     """
     if _ADDRESS.match(model):
         page = _OF_HUB.match(model)

@@ -31,8 +31,8 @@ _STREAM_WORDS = re.compile(
 _MEMORY_WORDS = re.compile(r"\b207001\b|out of (device )?memory", re.IGNORECASE)
 _TIMEOUT_WORDS = re.compile(r"\b(507046|107020)\b|time(d)? ?out", re.IGNORECASE)
 
-# Causes of a device's stop: ACL codes, and the reasons in CANN's texts (torch_npu's NPUException.h
-# lists both). In torch_npu's messages, the code comes directly after the words "error code is".
+# A code of ACL, or a reason in CANN's text, says why a device stopped. torch_npu's NPUException.h
+# lists both. In torch_npu's messages, the code follows the words "error code is".
 _CODE = re.compile(r"error code is (\d+)")
 _REASON = re.compile(r"reason=\[?([\w -]+)")
 _FAULT_OF_CODE: dict[int, DeviceFault] = {
@@ -61,8 +61,8 @@ _STOPPED = "FORCE STOP"  # text in errors of torch_npu's task queue, which conta
 
 
 def device_fault(error: BaseException) -> DeviceFault | None:
-    """Return why the device stopped. Return None if the error does not say why, or if the error
-    does not mean that the device stopped.
+    """Return why the device stopped. Return None if the error names no cause, or if the device did
+    not stop.
 
     If CANN's text contains both a reason and a code, the code is ignored, because it may only
     describe the call that failed.

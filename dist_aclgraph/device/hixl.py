@@ -42,8 +42,8 @@ def import_hixl() -> Any:
 
 
 class HostMemory:
-    """Pinned host memory that devices of other nodes can read. Only ``free`` frees it, not Python's
-    garbage collector, because a device might still access it.
+    """Pinned host memory that devices of other nodes can read. Python's garbage collector does not
+    free this memory, because a device might still access it. Call ``free`` to free it.
 
     Raises:
         DeviceError: there is not enough memory.
@@ -59,8 +59,8 @@ class HostMemory:
         self.view = memoryview((ctypes.c_char * num_bytes).from_address(self.address)).cast("B")
 
     def free(self) -> None:
-        """Free the memory. Call this only if no device and no process can access the memory any
-        longer.
+        """Free the memory. Call this only when neither a device nor a process can still access the
+        memory.
         """
         self._acl.aclrtFreeHost(ctypes.c_void_p(self.address))
 
@@ -88,7 +88,7 @@ class HixlEngine:
 
         Args:
             name: host and port where the engine listens, as ``host:port``. Any process that can
-                reach this port can connect, because nothing checks who connects.
+                reach this port can connect, because HIXL authenticates no process.
         """
         hixl = self._hixl
         # Without this option, a transfer to memory that is not registered would be permitted.

@@ -3,10 +3,10 @@
 Every rank reads the same files of the kernel, and computes the same division of the host's cores
 among the host's NPUs. So ranks get disjoint cores without communication. Ranks in different
 containers also get disjoint cores, because in a container the kernel's files show the NPUs of the
-whole host. A rank is bound only if it may use all cores of the host. Otherwise, ranks in different
-containers could divide different sets of cores, and two ranks could choose the same core. The cores
-of an NPU stay reserved while its deployment is idle. This module was not tested on a host with
-NPUs.
+whole host. A rank is bound only if it may use all cores of the host. If some containers had fewer
+cores, their ranks would divide another set of cores, and two ranks could choose the same core.
+While a deployment is idle, the cores of its NPUs stay reserved. This module was not tested on a
+host with NPUs.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def share_cores(
     """Return disjoint sets of cores, one set for the rank of each NPU. If a NUMA node has too few
     cores, the sets of all NPUs of this node are empty.
 
-    The NPUs of a NUMA node share the node's cores. On each NUMA node, one further set of the same
-    size is reserved for the processes that use no NPU (engine, controller, ingress). If the NUMA
-    node of at least one NPU is unknown, all cores are treated as the cores of one node.
+    The NPUs of a NUMA node share the node's cores. On each NUMA node, some cores are left for the
+    processes that use no NPU (engine, controller, ingress): about the number that one NPU gets. If
+    the NUMA node of at least one NPU is unknown, all cores are treated as the cores of one node.
 
     Args:
         node_of_core: NUMA node of each core that the ranks may use.
@@ -124,7 +124,7 @@ def own_addresses() -> list[str]:
     """Return the PCI address of each NPU of this machine or container, in the order of their ids.
 
     Raises:
-        NotBoundError: the addresses are unknown, or NPUs have the same address. Such NPUs would get
+        NotBoundError: the addresses are unknown; or two NPUs have the same address, and would get
             the same cores.
     """
     addresses, count = pci_addresses(), len(npus_here())
@@ -148,7 +148,7 @@ def addresses_on_host(addresses: Sequence[str]) -> list[str]:
     engines have the same class.
 
     Raises:
-        NotBoundError: the kernel does not show an address.
+        NotBoundError: one of ``addresses`` is missing in the kernel's files.
     """
     model_of = {path.name: _model_of(path) for path in PCI.glob("*")}
     if hidden := [address for address in addresses if not model_of.get(address)]:

@@ -93,8 +93,8 @@ class Npu:
     def cann(self) -> str:
         """Version of CANN, e.g. 9.1.0; empty if CANN does not report it.
 
-        This property queries CANN, because torch_npu only has the value that it read when it was
-        loaded.
+        This property queries CANN, because torch_npu only stores the version that was installed
+        when torch_npu was loaded.
         """
         version = ctypes.create_string_buffer(VERSION_BYTES)
         code = self._acl.aclsysGetCANNVersion(PACKAGE_CANN, version)
@@ -148,9 +148,9 @@ class Npu:
         return left
 
     def counts_graphs(self, stream: Any) -> bool:
-        """Return whether CANN counts the streams of graphs. It counts them if a capture reduces the
-        number of free streams that CANN reports, and if the release of the captured graph increases
-        this number again.
+        """Return whether CANN counts the streams of graphs. The result is true if a capture reduces
+        the number of free streams that CANN reports, and if the release of the captured graph
+        increases this number again.
 
         With software queues, the release does not increase the number, because CANN keeps the
         queues of released graphs for later graphs.

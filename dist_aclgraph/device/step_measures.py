@@ -12,8 +12,9 @@ from typing import Any
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.npu import runtime
 
-# The stages of a step on a worker's host, in order: update rows; make and send inputs; pad lengths;
-# run eagerly, or queue a graph's replay and its updates; sample; wait for a result and read it.
+# The stages of a step on a worker's host, in order: update the rows of the requests; make and send
+# inputs; pad lengths; run eagerly, or queue a graph's replay and its updates; sample; wait for a
+# result and read it.
 WORKER_STAGES = (
     "rows",
     "inputs",

@@ -21,7 +21,7 @@ def to_fractal_nz(weight: Tensor) -> Tensor:
     """Return a copy of the matrices in FRACTAL_NZ. Each matrix is padded with zeros to full blocks.
 
     Do not call this during a capture, because before CANN 9.1, CANN's graph engine makes the copy,
-    and its work cannot be captured.
+    and the engine's work cannot be captured.
 
     Args:
         weight: [..., rows, columns], contiguous.

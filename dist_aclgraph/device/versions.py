@@ -1,5 +1,5 @@
-"""The supported release series of torch_npu, and the differences between these series on which this
-package depends.
+"""The supported release series of torch_npu, and the differences between them that affect this
+package.
 
 This module does not import torch. ``pyproject.toml`` has an extra for each release series, for
 example ``npu-2.12`` for 2.12.

@@ -1,4 +1,4 @@
-"""The format of answers: chosen by the checkpoint's template, or named by the configuration."""
+"""The format of answers: derived from the checkpoint's template, or named by the configuration."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class AnswerFormat:
     Attributes:
         name: the model's format of calls, a name in ``FORMATS``; None if the checkpoint's template
             has no calls.
-        thought: the markers of reasoning; None if the model writes no reasoning, or if the format
-            of calls reads the reasoning, too (``has_channels``).
+        thought: the markers of reasoning; None if the model writes no reasoning, or if the reader
+            of calls also reads the reasoning (``has_channels``).
         token_ids: maps each marker that is a single token to the token's id.
     """
 
@@ -109,9 +109,7 @@ class AnswerFormat:
 
     @property
     def has_channels(self) -> bool:
-        """Whether the model writes to channels. If true, the format of calls reads both calls and
-        reasoning.
-        """
+        """Whether the model writes to channels. If true, one reader reads calls and reasoning."""
         return self.name == "gpt_oss"
 
     def structured(

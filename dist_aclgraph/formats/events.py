@@ -45,7 +45,7 @@ class CallArguments(msgspec.Struct, frozen=True):
 
 
 class CallEnd(msgspec.Struct, frozen=True):
-    """The call is complete. A call that the end of the answer cuts off has no ``CallEnd``."""
+    """The call is complete. If the answer ends within a call, no ``CallEnd`` follows."""
 
     index: int
 

@@ -27,9 +27,9 @@ def copy_call(
 ) -> Scan[Outcome]:
     """Read the JSON object of a call, and emit its arguments piece by piece.
 
-    The call begins when its name was read and its arguments begin. If the object has, before this
-    point, a key that calls do not have, the object is not a call. Members after the arguments are
-    left out. A missing closing brace of the object is not an error.
+    ``CallBegin`` is emitted when the name was read and the arguments begin. If a key that calls do
+    not have comes before this point, the object is not a call. Members after the arguments are left
+    out. A missing closing brace of the object is not an error.
 
     Args:
         known: names of tools; an object with another name is not a call. None allows all names.
@@ -129,12 +129,11 @@ def _object_of(text: str) -> str:
 def copy_calls(scanner: Scanner, before: str, copy: CopyCall = copy_call) -> Scan[None]:
     """Read calls in a list. Some models omit the brackets or the commas of the list.
 
-    Text that is not a call is content. If there is no call at all, the text that the scanner
-    keeps is content, too.
+    At text that is not a call, reading ends, and the scanner's kept text becomes content.
 
     Args:
-        before: the marker before the text that the scanner keeps.
-        copy: a function that reads one call.
+        before: the marker before the scanner's kept text. If no call follows, it becomes content,
+            too.
     """
     yield from scanner.match("[")
     while True:
@@ -156,8 +155,8 @@ def copy_calls(scanner: Scanner, before: str, copy: CopyCall = copy_call) -> Sca
 
 
 def copy_lists(scanner: Scanner, begin: str, end: str, copy: CopyCall) -> Scan[None]:
-    """Read content in which lists of calls are between two markers. The marker ``end`` is left out
-    only if it directly follows the calls.
+    """Read content in which lists of calls are between two markers. A marker ``end`` that directly
+    follows the calls is removed; at any other place it is content.
 
     Args:
         copy: a function that reads one call.
@@ -191,7 +190,7 @@ def copy_marked(scanner: Scanner, before: str, end: str, begins: Sequence[str]) 
     Return the marker at which the content ends.
 
     Args:
-        before: the marker before the text that the scanner keeps.
+        before: the marker before the scanner's kept text. If no call follows, both become content.
     """
     num_calls = scanner.num_calls
     yield from copy_calls(scanner, before)

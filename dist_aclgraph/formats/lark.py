@@ -110,7 +110,8 @@ class Lark:
     def arguments(self, schema: Mapping[str, Any] | None) -> str:
         """Return an expression for arguments as a JSON object; None allows all objects.
 
-        Many schemas of tools do not say that the arguments are an object.
+        Many schemas of tools do not say that the arguments are an object, so this method adds the
+        type.
         """
         kinds = (schema or {}).get("type", ["object"])
         is_open = isinstance(kinds, list) and "object" in kinds
@@ -123,13 +124,13 @@ class Lark:
         return [self.json(taken_out(schema, root)), *map(_quoted, words_of(schema, root))]
 
     def single_quoted(self, schema: Any, root: Any) -> list[str]:
-        """Return expressions for strings in single quotes. The strings are those that ``schema``, a
-        part of ``root``, allows.
+        """Return expressions for the strings that ``schema``, a part of ``root``, allows, written
+        in single quotes.
         """
         found = []
         for pattern in patterns_of(schema, root, ["'", "\\"]):
             inner = rf"/({_PLAIN}|\\['\"\\nt])*/"
-            if pattern is not None:  # a pattern would see an escape as two characters
+            if pattern is not None:  # without escapes: a pattern sees two characters in an escape
                 inner = f"(/{_escaped(pattern)}/ & /{_PLAIN}*/)"
             found.append(self._terminal(f'"\'" {inner} "\'"'))
         return found
@@ -214,8 +215,8 @@ class Lark:
         return first, text[len(first) :]
 
     def _spelled(self, texts: Sequence[str]) -> list[str]:
-        """Return those texts that contain no marker token. The other texts cannot be written with
-        ordinary tokens.
+        """Return the texts that contain no marker token. Ordinary tokens cannot spell the other
+        texts.
         """
         return [text for text in texts if not self._cut(text)[1]]
 

@@ -17,8 +17,8 @@ _ATOM = re.compile(
 _LOOK = re.compile(r"\(\?[=!]|\(\?<[=!]")
 _BEGIN = re.compile(r"\(\?(?P<kind>[=!])")
 _SWAPPED = re.compile(r"\\[dDsSwW]")
-# A look-ahead of pydantic, which restricts the number of digits. If the digits that follow the
-# look-ahead have the same or a smaller limit, then the look-ahead has no effect.
+# A look-ahead of pydantic, which limits the number of digits. It has no effect if the expression
+# after it allows no more digits than this limit.
 _DIGITS = re.compile(
     r"\(\?=\[\\d\.\]\{1,(?P<most>\d+)\}0\*\$\)"
     r"(?P<rest>\\d\{0,(?P<before>\d+)\}\\\.\\d\{0,(?P<after>\d+)\}0\*\$)"
@@ -80,8 +80,8 @@ def _other_than(text: str) -> str | None:
         return None
     found = ""
     for i, atom in enumerate(reversed(atoms)):
-        # If ``text`` ends with "$", it does not match longer texts, so the expression allows longer
-        # texts.
+        # If the expression ``text`` ends with "$", it does not match texts with more characters. So
+        # the result must match these texts.
         longer = f"{atom}(?:{found})" if i else f"{atom}{ANY}" * (rest == "$")
         found = "|".join(filter(None, ("$", _complement(atom), longer)))
     return f"^(?:{found})"
@@ -97,8 +97,8 @@ def _complement(atom: str) -> str:
 
 
 def _atoms(text: str) -> tuple[list[str], str]:
-    """Split a regular expression after its first atoms, which match one character each. Return
-    these atoms and the rest. The last of these atoms is the first one that has a quantifier.
+    """Read atoms, which match one character each, from the beginning of a regular expression.
+    Return the atoms and the rest. A quantifier ends the reading, so it is in the rest.
     """
     found, at = [], 0
     while match := _ATOM.match(text, at):

@@ -24,7 +24,7 @@ _NO_NAME = re.compile(r"^(?![^\W\d][\w.-]*\Z)")
 
 def copy_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
     """Read a call of a given tool; return whether the call is complete. If the text is not a call,
-    the scanner keeps the text.
+    it stays in the scanner's kept text.
     """
     name = yield from _read_name(scanner, _TOOL_NAME, "(")
     if name not in tools:
@@ -124,7 +124,8 @@ def _as_json(text: str, types: set[str]) -> str:
 
     Templates write the strings of earlier calls without quotes, or write all values in quotes, and
     models imitate both. So if the schema does not allow a string, the text within the quotes is
-    read as the value. Any other value whose type is not allowed becomes a string.
+    read as the value. If the schema allows a string but not the type of the value, the value
+    becomes a string.
 
     Args:
         types: names of the types that the schema allows; empty if every type is allowed.

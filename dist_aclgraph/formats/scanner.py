@@ -45,7 +45,8 @@ class Scanner:
 
     Args:
         token_ids: maps each marker that is a single token to the token's id.
-        holds_space: whether white space between content and calls is left out.
+        holds_space: whether white space after content is held back, so that it can be removed if a
+            call follows. If false, white space is content like other text.
 
     Attributes:
         in_thought: whether the text that was read last is reasoning.
@@ -74,7 +75,7 @@ class Scanner:
         self.in_thought = False
         self.num_calls = 0
         self.left_out: tuple[str, ...] = ()
-        self.strings_end = True  # whether all strings within JSON values were closed so far
+        self.strings_end = True  # false if a string within JSON was never closed
 
     def trial(self) -> Scanner:
         """Return a new scanner that has the same marker tokens, and has read nothing yet."""
@@ -133,14 +134,15 @@ class Scanner:
     def copy_until(
         self, markers: Sequence[str], emit: Emit, *, in_call: bool = False
     ) -> Scan[str | None]:
-        """Read the text up to the first of ``markers`` in it, and this marker.
+        """Read text up to the first place where one of ``markers`` occurs, and read this marker.
 
         Args:
             emit: a function that is called with the text before the marker, in pieces. If the end
                 of a piece may be the beginning of a marker, this end is held back until more text
                 has arrived.
-            in_call: whether the text is a part of a call. If the answer ends with an incomplete
-                marker, a call omits the incomplete marker, and other text includes it.
+            in_call: whether the text is a part of a call. If the answer ends within a marker, the
+                beginning of the marker is dropped in a call, and is passed to ``emit`` in other
+                text.
 
         Returns:
             the marker; None at the end of the answer.
@@ -229,8 +231,8 @@ class Scanner:
         return self._text[self._at : self._at + 1]
 
     def is_cut(self, *markers: str) -> bool:
-        """Return whether the answer has ended here, or within a marker that begins here. In the
-        second case, read the incomplete marker.
+        """Return whether the answer ends here, or ends within a marker that begins here. This
+        method reads the beginning of such a marker.
         """
         rest = self._text[self._at :]
         if not self.is_closed or not any(marker.startswith(rest) for marker in markers):
@@ -420,7 +422,7 @@ class Reader:
     Args:
         read: the format: a generator that reads from the scanner until the end of the answer.
         token_ids: maps each marker of the format that is a single token to the token's id.
-        holds_space: whether white space between content and calls is left out.
+        holds_space: see ``Scanner``.
 
     Attributes:
         num_thought_tokens: number of tokens of reasoning, with its markers.

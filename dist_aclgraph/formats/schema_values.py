@@ -106,7 +106,8 @@ def _has_constant(schema: Mapping[str, Any], value: bool | None) -> bool:
 
 
 def patterns_of(schema: Any, root: Any, excluded: Sequence[str]) -> list[str | None]:
-    """Return regular expressions for strings that a schema allows; None matches every string.
+    """Return regular expressions for strings that a schema allows. An element None stands for an
+    expression that matches every string.
 
     The schema may allow further strings, for example strings with a ``format``.
 
@@ -152,7 +153,7 @@ def _values_of(schema: Mapping[str, Any]) -> list[str] | None:
 def pattern_of(schema: Mapping[str, Any], ends: Sequence[str]) -> str | None:
     """Return a regular expression for the strings that a schema allows.
 
-    None if every allowed string contains one of ``ends``.
+    Return None if every allowed string contains one of ``ends``.
 
     Args:
         schema: a schema that ``strings_of`` has returned.

@@ -1,4 +1,4 @@
-"""Converts arguments that a model writes as plain texts to JSON, by the types of the schema."""
+"""Converts the arguments of calls from plain text to JSON, by the types in the schema."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Arguments:
         Args:
             trims: whether one newline is removed at each end of the text.
             is_text: whether the model has marked the value as a string; None if it has not marked
-                the value. The type in the schema decides if ``is_text`` is None, or if the schema
-                allows no string.
+                the value. If ``is_text`` is None, or if the schema allows no string, the schema
+                determines the value's type.
         """
         types = types_of(property_of(name, self._schema), self._schema)
         if is_text is None or (is_text and types and "string" not in types):
@@ -69,7 +69,8 @@ class Arguments:
             return end
         raw, end = yield from self._read_raw(ends)
         value = as_json(raw.removesuffix("\n") if trims else raw, types)
-        # A value that is cut off may have become a string only because its end is missing.
+        # A value without its end may have been converted to a string only because the end is
+        # missing. So such a string is not emitted.
         if end is not None or not value.startswith('"'):
             self._scanner.arguments(value)
         return end

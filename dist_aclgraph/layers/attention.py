@@ -90,11 +90,12 @@ class AttentionTasks(Protocol):
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """The lengths of the requests that attend directly, and the slots of new keys, on the device.
+    """The lengths of requests that attend directly (see ``AttentionMetadata``), and the slots of
+    new keys. Both are on the device.
 
     Some operators read their lengths on the device. In a captured graph, these operators need no
-    update. If the cache is sharded, lengths and slots belong to the cache of index keys, which
-    every rank keeps whole.
+    update. If the cache is sharded, lengths and slots belong to the cache of index keys, which is
+    not sharded.
 
     Attributes:
         query_ends, kv_lens: [num_reqs] int32, as in ``AttentionMetadata``.
@@ -116,7 +117,7 @@ class ShardRows:
     computes the attention of these tokens to the keys of its shard.
 
     Attributes:
-        place: the indices of this rank in context parallelism, its shard's index included.
+        place: the indices of this rank in the context parallel groups, and of its shard.
         block_table: [n, max_blocks] int32, the blocks of each token's request.
         query_ends: [1] int32, contains n. The operator gets the n tokens as the queries of one
             request, and all keys of the shard as the keys of this request.
@@ -139,8 +140,8 @@ class AttentionMetadata:
     Attributes:
         num_tokens: number of live tokens of this rank; activations can have more rows, for padding.
         written: [num_written], the slots to which new KV is written; nothing is written to slot -1.
-            The slots are in the order of this rank's live tokens. If prompts are split, they belong
-            to the tokens of all prefill ranks, rank by rank.
+            The slots are in the order of this rank's live tokens. If prompts are split, ``written``
+            contains the slots for the tokens of all prefill ranks, rank by rank.
         num_exchanged: if prompts are split, the number of elements of ``written`` for each prefill
             rank; otherwise 0.
         written_rope: the rows of cosines and sines for the tokens in ``written``; None if writing
@@ -197,7 +198,7 @@ class AttentionMetadata:
 
     @property
     def is_idle(self) -> bool:
-        """True if neither this rank nor any rank that splits prompts with it has tokens."""
+        """True if this rank, and all ranks with which it splits prompts, have no tokens."""
         return self.num_tokens == 0 and self.num_exchanged == 0
 
     def mask_arguments(self, *, is_causal: bool, window: int | None = None) -> Arguments:

@@ -32,8 +32,8 @@ class ContextParallel:
 
     Attributes:
         dcp: ranks that share a request's KV, ordered by PCP rank, then by heads.
-        pcp: ranks that share the computation of a request's prompt. All of these ranks are in
-            ``dcp``, unless ``dcp`` contains only one rank.
+        pcp: ranks that share the computation of a request's prompt. If ``dcp`` has more than one
+            rank, it contains all ranks of ``pcp``.
     """
 
     dcp: CommGroup = ALONE

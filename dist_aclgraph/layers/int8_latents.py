@@ -5,8 +5,8 @@ and one float32 scale for every 128 values of the latent. When the normalised la
 ``npu_dynamic_quant`` quantises them. ``npu_kv_quant_sparse_flash_attention`` reads the rows. This
 operator returns no log-sum-exps, so a cache with int8 latents cannot be sharded.
 
-The operator gets the indices of the keys to which it attends. Without an indexer, these are the
-indices of all keys that a query may see, as blocks of 16 keys.
+The operator gets the indices of the keys to which it attends. Without an indexer, each index stands
+for a block of 16 keys, and a query gets the indices of all blocks that it may see.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dist_aclgraph.shapes.int8_latents import ROPE_DIM, TILE
 BY_TILE = 2  # quantisation mode of keys and values: one scale for each tile of 128 values
 IN_ROWS = 1  # the scales are in the cache rows, after the keys
 ABSORBED_MODE = 2  # the only value of attention_mode that the operator accepts
-KEY_BLOCK = 16  # the largest number of keys for which one index of the operator can stand
+KEY_BLOCK = 16  # the largest block of keys that the operator accepts for one index
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from dist_aclgraph.layers.local_experts import list_type, multiply_groups
 
 
 def fills_blocks(weight: Tensor) -> bool:
-    """Return whether int8 matrices, [..., in, out], can be stored in FRACTAL_NZ without padding
-    their inputs.
+    """Return whether int8 matrices, [..., in, out], can be stored in FRACTAL_NZ without padding in
+    the dimension ``in``.
     """
     return weight.shape[-2] % NZ_ROWS == 0
 

@@ -294,9 +294,10 @@ def write_latents(
         slots: [n] int64; a row with slot -1 is not written.
     """
     n = len(slots)
-    # Each token is passed as a sequence of its own, as in vllm-ascend. For this, the operator needs
-    # at least as many blocks as sequences. If the cache has fewer blocks than there are tokens, all
-    # tokens are passed as one sequence, which the operator's documentation also allows.
+    # If the cache has at least as many blocks as there are tokens, each token is passed as a
+    # separate sequence, as in vllm-ascend: the operator needs one block for each sequence.
+    # Otherwise all tokens are passed as one sequence, which the operator's documentation also
+    # allows.
     rows = (n, 1, 1) if n <= len(cache.latents) else (1, 1, n)
     cos, sin = (table[:n].view(*rows, -1) for table in rope)
     torch.ops.npu.npu_kv_rmsnorm_rope_cache(

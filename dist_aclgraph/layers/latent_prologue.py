@@ -2,8 +2,8 @@
 
 This operator is used in a step whose tokens all attend directly. It does the work of several
 operators: it computes queries, latents and rotated keys, writes the cache, and multiplies queries
-by key matrices. Steps with this operator and steps without it can use the same cache, because both
-store its elements in the same order.
+by key matrices. This operator and the separate operators store the cache's elements in the same
+order, so all steps can use the same cache.
 """
 
 from __future__ import annotations

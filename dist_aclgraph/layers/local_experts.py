@@ -243,7 +243,7 @@ class LocalExperts:
             weights if x.dtype == torch.bfloat16 else weights.to(x.dtype),
             order,
             None,
-            drop_pad_mode=3,  # mode 3 accepts 3-D tensors, and choices without a row
+            drop_pad_mode=3,  # accepts 3-D tensors, and experts of other ranks
         )
         return y
 

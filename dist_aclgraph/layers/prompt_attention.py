@@ -18,7 +18,7 @@ from dist_aclgraph.layers.context_parallel import NOTHING, ContextParallel, merg
 
 @dataclass(frozen=True)
 class DeviceLaunch:
-    """A launch, and the indices of its keys.
+    """One launch of attention, with the indices of its keys.
 
     Attributes:
         keys: indices of the launch's keys among the gathered rows. If the cache is not sharded,

@@ -94,7 +94,7 @@ def pairs_across_head(
 def pad_tables(cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Extend tables from [positions, rotary_dim] to [positions, head_dim]. The new elements are at
     the end of each half of a row. In cos they are 1, and in sin they are 0, so that the rotation
-    does not change the elements of heads at these positions.
+    does not change the elements of a head that are multiplied by them.
     """
     count = (head_dim - cos.shape[-1]) // 2
     cos, sin = (table.reshape(*table.shape[:-1], 2, -1) for table in (cos, sin))

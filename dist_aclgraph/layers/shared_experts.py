@@ -18,9 +18,9 @@ class SideStream:
     """A second stream of a rank, for work that runs at the same time as work on the main stream.
 
     The work allocates and frees its temporary tensors on this stream, and writes its results to
-    tensors of the main stream. Its temporary tensors are freed before the main stream waits for
-    this stream. So later work on this stream can reuse their memory without an event, even in
-    graphs.
+    tensors of the main stream. The temporary tensors are freed before the main stream waits for
+    this stream. So later work on this stream can reuse the memory of these tensors without an
+    event, even in graphs.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class StateCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return an empty result, because these tensors consist of slots, not of blocks."""
+        """Return no tensors, because all tensors of this cache consist of slots, not of blocks."""
         return ()
 
     @property
@@ -113,8 +113,8 @@ class DirectStates:
     Attributes:
         slots: [t] int32, the slot that each token names. All tokens of a padding request name slot
             0. Two requests never name the same slot, except slot 0.
-        accepted: [n] int32, for each request, the number, counted from 1, of the token that names
-            the slot with the request's current state; 1 for padding.
+        accepted: [n] int32, for each request, the number of the token that names the slot with the
+            request's current state. Tokens are counted from 1; padding has 1.
         sources: [n] int32, for each request, the slot with the state from which it begins."""
 
     slots: Tensor
@@ -128,8 +128,8 @@ class DirectStates:
 
     @classmethod
     def of_slots(cls, slots: Tensor, accepted: Tensor, layout: DirectLayout) -> DirectStates:
-        """Return the states of requests with any slots. The computation runs on the device, so it
-        can be captured in a graph.
+        """Return the states of requests whose slots need not be consecutive. The computation runs
+        on the device, so it can be captured in a graph.
         """
         sources = slots.index_select(0, layout.starts + accepted - 1)
         return cls(slots, accepted, sources, layout)

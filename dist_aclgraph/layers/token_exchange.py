@@ -113,8 +113,8 @@ class AllToAll:
     ) -> Tensor:
         """Return the rows to send, [num_places, columns]. Places without tokens contain padding."""
         more, m, device = (0, 0, 0, 1), x.shape[0], x.device
-        # One padding token is added for places without a token, and one place is added for tokens
-        # that are not sent.
+        # An additional padding token fills the places without a token. An additional place, which
+        # is not returned, receives the tokens that are not sent.
         nowhere = self.local.num_experts
         tokens = pack(pad(x, more), pad(experts, more, value=nowhere), pad(weights, more))
         source = torch.full((num_places + 1,), m, dtype=torch.int32, device=device)

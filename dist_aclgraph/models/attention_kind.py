@@ -106,7 +106,7 @@ class PagedKind(AttentionKind, Protocol):
             write needs rows of cos and sin.
         reads_device_rows: whether attention reads the lengths of requests on the device. This is
             true for attention to chosen keys, and for attention to latents in int8. If the cache is
-            sharded, the lengths count index keys, because every rank has all of these.
+            sharded, the lengths count index keys, because every rank has all index keys.
         chooses_keys: whether an indexer chooses the keys to which a query attends.
     """
 

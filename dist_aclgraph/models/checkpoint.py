@@ -451,7 +451,7 @@ class Checkpoint:
 
 
 class _Rows:
-    """Some rows of a stored tensor. The class has the methods of a slice of safetensors."""
+    """Some rows of a stored tensor, with the methods of a slice object of safetensors."""
 
     def __init__(self, source: Any, rows: RowRange) -> None:
         self._source, self._rows = source, rows

@@ -35,8 +35,8 @@ class Fusion:
         widths: the only possible widths of the quantised rows; empty if all widths are possible.
         block_sizes: possible sizes of KV blocks; empty if all sizes are possible.
         modes: possible values of graph.mode; empty if all values are possible.
-        needs: name of another fusion without which this operator cannot be used; None if there is
-            none.
+        needs: name of another fusion that this operator requires; None if it requires no other
+            fusion.
         place: the report's description of a place of the model where the operator fits; {} stands
             for the width.
     """
@@ -56,7 +56,8 @@ class Fusion:
     lines: tuple[str, ...] = ("2.10", "2.12", "2.13")
 
     def obstacle(self, config: Config, chip: Chip, line: str) -> str | None:
-        """Return why no layer can use the operator; None if layers whose width fits can use it.
+        """Return the reason why no layer can use the operator; None if there is no such reason. A
+        layer must also have a suitable width (``misfit``).
 
         Args:
             line: release series of torch_npu, e.g. 2.13.
@@ -127,7 +128,8 @@ FUSIONS = (
         # the format.
         "npu_quant_matmul and npu_grouped_matmul with weights in FRACTAL_NZ",
         dtypes=("bfloat16", "float16"),
-        # All blocks of the format must be full, so that weights need only as much memory as in ND.
+        # All blocks of the format must be full, so that weights need no more memory than in the
+        # format ND.
         multiple=32,
         place="matrices of {} outputs",
     ),
@@ -135,7 +137,7 @@ FUSIONS = (
         "latent_prologue",
         # It replaces all operators after a layer's norm and before latent attention. CANN 8.5 is
         # not supported, because in its published sources, the operator's arguments have another
-        # order. Documents of later versions of CANN allow more sizes than those here.
+        # order. Documents of later versions of CANN allow further sizes.
         "npu_mla_prolog_v3",
         dtypes=("bfloat16",),
         widths=(6144, 7168, 7680),
@@ -159,8 +161,8 @@ class Fusions:
 
     def __init__(self, obstacles: Mapping[FusionName, str | None]) -> None:
         """Args:
-        obstacles: for each operator, why no place of the model may use it; None if places may use
-            it.
+        obstacles: for each operator, the reason why no place of the model may use it; None if there
+            is no such reason.
         """
         self._obstacles = obstacles
         self._fusions = {fusion.name: fusion for fusion in FUSIONS}

@@ -108,8 +108,8 @@ class GroupedQueryAttention:
             q, k = self.rope_rows.rotate(q, k, rope)
         if self.norms is not None and self.norms_follow_rope:
             q, k = self.norms(q, k)
-        # Queries and keys that are neither normalised nor rotated are still parts of wider rows
-        # here.
+        # Queries and keys that were neither normalised nor rotated are parts of wider rows until
+        # now.
         q, k = q[0].contiguous(), k[0].contiguous()
         # The cache write accepts only contiguous rows.
         v = v.reshape(n, a.num_kv_heads, a.head_dim).contiguous()

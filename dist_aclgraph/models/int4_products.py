@@ -80,8 +80,8 @@ class Int4Weights:
         """Write the matrix with the index ``index``. The matrices must be written in order.
 
         Raises:
-            ConfigError: a part has an odd number of outputs. (When such a part is read, one output
-                is added to it.)
+            ConfigError: a part has an odd number of outputs, so that its last byte contains only
+                one of them.
         """
         assert index == len(self._scales)
         widths = [len(part.pairs) for part in parts]

@@ -12,9 +12,8 @@ the tensor's name and shape:
 - ``weight`` [out, in / 2] int8: each byte contains the values of two inputs (ModelSlim, W4A16
   without groups).
 
-Scales are stored in ``weight_scale``. It has as many elements as [out, groups], in any shape.
-ModelSlim's W4A8 with groups multiplies ``weight_scale`` [out, 1] by ``weight_scale_second`` [out,
-groups].
+Scales are stored in ``weight_scale``. It has out * groups elements, in any shape. ModelSlim's W4A8
+with groups multiplies ``weight_scale`` [out, 1] by ``weight_scale_second`` [out, groups].
 """
 
 from __future__ import annotations
@@ -152,8 +151,8 @@ class StoredInt4:
             source = self._find(f"{self._module}.weight_packed")
             self._check(source, "weight_packed", ("I32",), [(out, -(-num_inputs // 8))])
             words: Tensor = source[first:last, left // 8 : -(-right // 8)]
-            # 8 was added to each stored value. Inverting the highest bit of the stored value gives
-            # the value itself in two's complement.
+            # A stored value is the value plus 8. If its highest bit is inverted, it is the value in
+            # two's complement.
             pairs = _turned(words.contiguous().view(torch.uint8) ^ 0x88)
             return pairs[:, left % 8 :][:, : right - left]
         source = self._find(f"{self._module}.weight")

@@ -2,7 +2,7 @@
 
 The forward pass is a sequence of segments, which are divided at attention (``before_attention`` and
 ``after_attention`` of each layer). So the whole pass can be captured as one graph, or each segment
-as a graph of its own.
+as a separate graph.
 """
 
 from __future__ import annotations

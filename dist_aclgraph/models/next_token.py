@@ -62,10 +62,10 @@ class NextTokenModule:
         the next iteration.
 
         Args:
-            token_ids: [n] int32, the token after each place.
-            hidden: [n, hidden], hidden state of each place, from the decoder or from the previous
-                iteration.
-            positions: [n] int32, positions of the places.
+            token_ids: [n] int32, for each row, the token after its position.
+            hidden: [n, hidden], for each row, the hidden state at its position, from the decoder or
+                from the previous iteration.
+            positions: [n] int32, the position of each row.
         """
         inputs = (token_ids, hidden)
         return self.stack.forward(self._mix, inputs, positions, slots, [cache], metadata, step=step)

@@ -60,7 +60,8 @@ def load_joined_products(
     share: tuple[int, int],
 ) -> tuple[GroupedProduct, GroupedProduct]:
     """Return two products for the experts in ``here``: one for gate and up, and one for down. Their
-    weights are stored as [experts, out, in], or as [experts, in, out] if the spec says so.
+    weights are stored as [experts, out, in], or, with ``joined_is_transposed``, as [experts, in,
+    out].
 
     The products have no biases. In the stored tensor, all rows of gate come before the rows of up.
 

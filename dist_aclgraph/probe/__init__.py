@@ -1,4 +1,5 @@
-"""``dist-aclgraph probe`` tests a device with questions, and makes a report.
+"""``dist-aclgraph probe`` asks a device questions, and writes a report. A question is a short test;
+its answer is compared with the emulator's answer.
 
 Each question runs in a separate process.
 """

@@ -3,8 +3,8 @@
 The application has two parts. ``groups`` starts and stops the controller and its workers.
 ``serve.replicas`` replicas of ``ingress`` serve HTTP with these workers until Serve stops them.
 
-This module does not import ``annotations`` from ``__future__``: Serve needs the class of the
-builder's argument, not its name.
+This module does not import ``annotations`` from ``__future__``: Serve needs the argument's class
+itself, and not the name of the class.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ class GroupsReplica:
         return await asyncio.to_thread(self._deployment.reach)
 
     async def outlook(self) -> Outlook:
-        """Return the deployment's status, for clients that know no serving group."""
+        """Return the deployment's status, for clients that cannot reach a serving group."""
         return await asyncio.to_thread(self._deployment.outlook)
 
     async def stay(self) -> None:

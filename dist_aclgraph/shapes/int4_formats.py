@@ -121,8 +121,8 @@ class Int4Matrix:
     Attributes:
         part: the part of the weights to which the matrix belongs (``matrices_of``).
         name: the matrix's name in a layer, ``experts.*`` for all experts.
-        num_layers: number of layers in which the matrix has four bits. A layer in which only some
-            experts have four bits counts as the fraction of these experts.
+        num_layers: number of layers in which the matrix has four bits. If only some experts of a
+            layer have four bits, the layer counts as a fraction: the share of these experts.
     """
 
     part: str
@@ -198,7 +198,8 @@ def group_of(description: Mapping[str, Any]) -> int | None:
     """Return the number of inputs that share a scale; None if the description names no groups.
 
     Args:
-        description: ModelSlim's description, or the description of the weights.
+        description: ModelSlim's description, or compressed-tensors' description of a group's
+            weights.
     """
     size = description.get("group_size")
     return size if isinstance(size, int) and size > 0 else None

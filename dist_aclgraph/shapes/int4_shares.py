@@ -75,8 +75,8 @@ class _Inner(NamedTuple):
     matrices, and the number of outputs of other matrices.
 
     Attributes:
-        ending: those matrices of the part have this width whose names end with this text; "" if all
-            matrices of the part have this width.
+        ending: only the part's matrices whose names end with this text have this width. "" means
+            all matrices of the part.
         num_ranks: number of ranks among which the width is divided.
     """
 

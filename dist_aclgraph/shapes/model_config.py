@@ -73,8 +73,8 @@ class ModelConfig:
             return "(none)"
         if not isinstance(names, list) or not isinstance(names[0], str):
             raise self._wrong("architectures", names, "a list of names")
-        # Embedding models are often stored without an output head. As in vLLM, they have the
-        # decoder of the architecture with a head.
+        # Embedding models are often stored without an output head. As in vLLM, such a model is read
+        # like the architecture that has the same decoder and a head.
         name = names[0][:200]
         is_headless = name.endswith("Model") and not name.endswith("HeadModel")
         return f"{name.removesuffix('Model')}ForCausalLM" if is_headless else name
@@ -347,9 +347,9 @@ def _listed(value: Any) -> list[Any]:
 def _overridden(path: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the object of config.json after the overrides have replaced values.
 
-    The file can have a value of the rotary embedding in one object, and the override can set it in
-    another object with lower precedence. So the result has these values in ``rope_scaling``, the
-    object with the highest precedence.
+    Several objects of config.json can contain the same value of the rotary embedding. An override
+    may be in an object with lower precedence than the file's value. So the result has all
+    overridden values in the object with the highest precedence.
     """
     shape = {**raw, **overrides}
     values = {key: overrides[key] for key in ROPE_VALUES if key in overrides}

@@ -1,6 +1,6 @@
 """Facts of a model of any architecture, for planning: from config.json and weight headers.
 
-A ``ModelSpec`` holds these facts and the details of a supported decoder.
+A ``ModelSpec`` adds the fields that only supported decoders have.
 """
 
 from __future__ import annotations

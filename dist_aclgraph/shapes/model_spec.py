@@ -185,7 +185,8 @@ class LayerRope:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(ModelFacts):
-    """The shape of a supported decoder: the facts of its model, and its details.
+    """The shape of a supported decoder: the fields of ``ModelFacts``, and the fields that loaders
+    need.
 
     Attributes:
         rotary_dim: number of elements at the beginning of each head that are rotated; None means

@@ -29,7 +29,7 @@ class ModelTask:
     """The purpose of a model, and the properties of its embeddings.
 
     Attributes:
-        normalizes: whether embeddings have length 1.
+        normalizes: whether embeddings are scaled to a Euclidean norm of 1.
         hidden_size: number of elements of an embedding.
     """
 

@@ -69,7 +69,7 @@ class ChildProcess:
         return self._process.poll() is None
 
     def wait(self) -> int:
-        """Wait for the end of a process that no longer replies; return its exit code."""
+        """Wait for the end of a process that has stopped replying; return its exit code."""
         return int(self._process.wait())
 
     def close(self) -> None:

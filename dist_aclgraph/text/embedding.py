@@ -23,8 +23,8 @@ def embeddings_of(
         states: the hidden states; each is float32 [hidden].
         dimensions: the embedding consists of this number of elements from the beginning of a state;
             None means all elements.
-        normalizes: whether embeddings are divided by their lengths, after ``dimensions`` was
-            applied.
+        normalizes: whether each embedding is divided by its Euclidean norm, after ``dimensions``
+            was applied.
     """
     found = np.frombuffer(b"".join(states), "<f4").reshape(len(states), -1)[:, :dimensions]
     if normalizes:

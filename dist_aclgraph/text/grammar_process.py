@@ -148,7 +148,7 @@ def _unusable_tools(
 
 def _private_bytes() -> int:
     """Return the bytes of this process's private memory. Pages of files are not counted, because a
-    fork maps them only when it needs them.
+    fork maps such a page only when it reads the page.
     """
     with open("/proc/self/statm", "rb") as file:
         _, resident, shared, *_ = map(int, file.read().split())

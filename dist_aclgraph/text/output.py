@@ -32,7 +32,7 @@ class TextPiece(msgspec.Struct, frozen=True):
             pieces are the whole text, including the part that a stop string cuts off.
         finish_reason: "stop" or "length" in the last piece.
         has_end_token: whether the last of the tokens is a stop token, which has no text.
-        events: the text as events if there is a reader; then ``text`` is empty.
+        events: if there is a reader, the text as events; ``text`` is empty in this case.
     """
 
     text: str

@@ -82,7 +82,7 @@ class GrammarCompiler:
 
         Args:
             salt: results are shared only between requests with the same salt.
-            param: the field of the request that has the source.
+            param: the request's field that contains the source; used in error messages.
 
         Raises:
             UnusableToolError: the schemas of some tools in a grammar of calls cannot be used.

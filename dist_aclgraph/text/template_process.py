@@ -137,7 +137,7 @@ def render(request: dict[str, Any], max_chars: int) -> dict[str, str]:
 
 
 def _forms_of_tools(tools: list[dict[str, Any]] | None) -> list[list[Any] | None]:
-    """Return the tools as requests contain them, and the functions of the tools."""
+    """Return two lists: the tools in the form of requests, and the functions of these tools."""
     functions = [tool.get("function") for tool in tools or ()]
     return [tools, functions] if functions and all(functions) else [tools]
 

@@ -169,8 +169,8 @@ class Tokenizer:
         """Encode a long text part by part; refuse the text as soon as the parts have too many
         tokens.
 
-        A cut within a token turns this token into at most as many tokens as it has characters. So
-        the length of the longest token is subtracted from each part's number of tokens.
+        A cut within a token of n characters turns the token into at most n tokens. So the length of
+        the longest token is subtracted from each part's number of tokens.
         """
         count = 0
         for start in range(0, len(text), PART_CHARS):
@@ -339,7 +339,7 @@ def _read_tokenizer(directory: Path, described: Mapping[str, Any]) -> tokenizers
             return tokenizers.Tokenizer.from_file(str(path))
         if path.name == TIKTOKEN:
             return read_tiktoken(path, tokens_by_id(described))
-        # Few checkpoints need this file's libraries, whose import takes 50 ms.
+        # Few checkpoints need this module, and the import of its libraries takes 50 ms.
         from dist_aclgraph.text.sentencepiece_file import read_sentencepiece
 
         return read_sentencepiece(path, described)

@@ -1,1 +1,1 @@
-"""``dist-aclgraph doctor`` checks each part that a machine needs, and names remedies."""
+"""``dist-aclgraph doctor`` checks the parts that a machine needs to serve, and prints remedies."""

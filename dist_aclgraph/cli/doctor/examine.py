@@ -41,8 +41,9 @@ def examine(config: Config | None = None) -> list[Finding]:
     """Return all findings. Imports neither torch nor Ray, and starts no process.
 
     Args:
-        config: the configuration. Its folders for copies of KV blocks, its transport of these
-            copies, and its file with the secret for this transport are also checked.
+        config: a configuration. Three of its settings are checked too: the folders for copies of KV
+            blocks, the transport that fetches copies from other nodes, and the file with the secret
+            of this transport.
     """
     folders = [] if config is None else [*kv_findings(config), *peers_findings(config)]
     uses_hixl = config is not None and config.fetches_by_hixl
@@ -50,7 +51,8 @@ def examine(config: Config | None = None) -> list[Finding]:
 
 
 def machine_findings(*, uses_hixl: bool = False) -> list[Finding]:
-    """Return the findings that are the same whether or not this machine is a node of a cluster.
+    """Return the findings about this machine. In a cluster, each node reports these findings about
+    itself.
 
     Args:
         uses_hixl: whether copies of KV blocks are fetched over HIXL.
@@ -123,7 +125,9 @@ def hixl_finding(npus: list[str]) -> Finding:
 
 
 def peers_findings(config: Config) -> list[Finding]:
-    """Return the finding about the secret that other services need to fetch copies of KV."""
+    """Return the finding about the secret with which services fetch copies of KV blocks from each
+    other. The list is empty if no secret is configured.
+    """
     path = config.kv.peers_key_file
     if path is None:
         return []
@@ -199,8 +203,8 @@ def device_finding(npus: list[str], *, is_emulator_built: bool) -> Finding:
 
 
 def compiler_finding(npus: list[str], missing: list[str], *, is_emulator_built: bool) -> Finding:
-    """Return the finding that says whether this machine can build the emulated NPU, if it needs
-    one.
+    """Return the finding that says whether this machine can build the emulated NPU. A missing
+    compiler is a warning only if this machine has neither NPUs nor a built emulator.
 
     Args:
         npus: names of this machine's NPUs.

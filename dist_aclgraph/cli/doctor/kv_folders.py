@@ -65,8 +65,8 @@ def _disk(config: Config, mounts: Path) -> Finding:
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> str:
-    """Return the type of a path's file system, e.g. tmpfs or nfs4; "unknown" if ``mounts`` does not
-    list it.
+    """Return the type of a path's file system, e.g. tmpfs or nfs4; "unknown" if no file system in
+    ``mounts`` contains the path.
 
     The function first follows the symbolic links in the path. If a link leads to a file system that
     does not answer, the function hangs.

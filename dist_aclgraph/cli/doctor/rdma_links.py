@@ -1,8 +1,9 @@
 """Asks the driver's hccn_tool about the RDMA links of this host's NPUs.
 
 A group whose ranks are on several nodes uses these links. This module was not tried with a real
-hccn_tool. It reads the outputs that users of Ascend clusters have published: ``link status: UP``
-for ``-link -g``, and a line with the number of received packets for ``-ping -g``.
+hccn_tool. It parses the output of hccn_tool in the form that users of Ascend clusters have
+published: ``link status: UP`` for ``-link -g``, and a line with the number of received packets for
+``-ping -g``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def find_tool(tool: Path = TOOL) -> str | None:
 
 
 def link_finding(npus: Sequence[str], tool: str | None) -> Finding:
-    """Return the finding about the RDMA links of the NPUs, e.g. davinci0."""
+    """Return the finding about the RDMA links of this host's NPUs."""
     name = "RDMA links"
     if tool is None:
         remedy = f"mount {TOOL.parent} into the container; only groups over several nodes need it"

@@ -55,8 +55,8 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
 
 def _begins_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
     """Read the line with a tool's name and the white space before the arguments, and begin the
-    call. Return whether a call has begun. If not, the text that was read is still kept by the
-    scanner.
+    call. Return whether a call has begun. If no call has begun, the text that was read stays in the
+    scanner's kept text.
     """
     name = yield from scanner.match(*tools)
     if name is None:

@@ -15,9 +15,9 @@ from dist_aclgraph.formats.tools import Tools
 BEGIN, END = "<tool_call>", "</tool_call>"
 MARKERS = (BEGIN, END)
 BEGINS = (BEGIN,)
-# Matches the marker and the beginning of the call after it, as templates contain them. Templates of
-# other families have other texts, such as tags, after this marker. The quotes can have a backslash,
-# and "' + '" can be between the marker and the call.
+# Finds the marker and the beginning of a call in the text of a template. In templates of other
+# families, other texts follow this marker, such as tags. The quotes can have a backslash. The
+# text "' + '" can be between the marker and the call.
 _CALL = re.compile(
     re.escape(BEGIN) + r""".{0,60}?(\{\s*\\*["'](name|arguments)\b|function\s*\|\s*tojson)""",
     re.DOTALL,

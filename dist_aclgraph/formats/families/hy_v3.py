@@ -26,8 +26,8 @@ from dist_aclgraph.formats.tools import Tools
 
 @dataclass(frozen=True)
 class Tags:
-    """The tags in one spelling: around all calls, around one call, between a call's name and its
-    arguments, and around the arguments.
+    """The tags of the format, with or without the ending ":opensource". They are around all calls,
+    around one call, between a call's name and its arguments, and around the arguments.
     """
 
     calls: tuple[str, str]
@@ -91,8 +91,8 @@ def _copy_calls(
     was already read. Return the marker that ends the content.
 
     Args:
-        before: the marker before the text that the scanner keeps. If the text is not a call, marker
-            and text become content.
+        before: the marker before the scanner's kept text. If the kept text is not a call, the
+            marker and this text become content.
     """
     call, end_calls = scanner.coded(tags.call[0]), scanner.coded(tags.calls[1])
     key, end_call = scanner.coded(tags.pairs.key[0]), scanner.coded(tags.pairs.end)

@@ -5,7 +5,7 @@
 
 The published template has the tools between ``<|tool|>`` and ``<|/tool|>``, and describes no calls.
 With this template, the model writes the first form. The Berkeley leaderboard of function calls
-reads the same form. The template in vLLM's examples requests the second form, and so does the
+reads the same form. The second form is requested by the template in vLLM's examples, and by the
 template of Firefunction 2.
 """
 

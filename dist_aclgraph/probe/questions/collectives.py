@@ -124,7 +124,7 @@ def mc2(
     own = _dist(bench).new_group(list(range(bench.ranks))) if group is None else group
     name = own._get_backend(torch.device("npu")).get_hccl_comm_name(bench.rank)
     domain = (name, bench.ranks, bench.rank, num_experts)
-    is_a2 = generation_of(bench.npu.name) == "A2"  # an A2 sends tokens and the experts' weights
+    is_a2 = generation_of(bench.npu.name) == "A2"  # an A2 also sends routing weights
     torch.manual_seed(bench.rank)
     x, weights = torch.randn(num_tokens, hidden).bfloat16(), torch.rand(num_tokens, top_k)
     experts = torch.rand(num_tokens, num_experts).topk(top_k).indices.int().npu()

@@ -221,7 +221,7 @@ class UpdatableGraph:
         main.wait_stream(self.update_stream)
 
     def eager(self, length: int) -> Any:
-        """Return the result without a graph, on the host."""
+        """Run the operator without a graph; return a copy of its result on the host."""
         run = getattr(self._bench.ops, self._operator)
         return run(**self._arguments(length))[0].cpu()
 

@@ -1,6 +1,6 @@
-"""Questions about two kinds of calls: calls with which the runtime would need fewer operators,
-fewer copies or less memory, and calls that vllm-ascend avoids. The documents of CANN exclude these
-calls, or contradict each other.
+"""Questions about calls that CANN's documents exclude, or about which the documents contradict each
+other. With some of these calls, the runtime would need fewer operators, fewer copies or less
+memory. vllm-ascend avoids the other calls.
 """
 
 from __future__ import annotations

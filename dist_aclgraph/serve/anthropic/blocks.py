@@ -40,7 +40,7 @@ class Blocks:
         return any(block["type"] == "tool_use" for block in self.blocks)
 
     def add(self, events: Iterable[Event]) -> Iterator[Json]:
-        """Add events of the answer, and yield the stream's events for them."""
+        """Add the answer's next events, and yield the corresponding events of the stream."""
         for event in events:
             if isinstance(event, Content):
                 if not self._is_open("text"):

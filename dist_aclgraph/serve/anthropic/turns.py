@@ -95,7 +95,9 @@ def read_messages(messages: Raw, system: Raw) -> list[dict[str, Any]]:
 
 
 def continues(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the answer continues the last message, which must be the assistant's."""
+    """Return whether the answer continues the last message: a message of the assistant that has
+    content and no calls.
+    """
     last = messages[-1]
     return last["role"] == "assistant" and bool(last["content"]) and not last["tool_calls"]
 

@@ -103,7 +103,7 @@ class Access:
             methods: the methods that the request's path supports, as in the header Allow.
 
         Raises:
-            ForbiddenError: the browser asks for a page of a site that is not allowed.
+            ForbiddenError: the browser sends OPTIONS on behalf of a page whose site is not allowed.
         """
         found = [(b"allow", methods)]
         if b"access-control-request-method" in headers:

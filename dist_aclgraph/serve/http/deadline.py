@@ -9,7 +9,8 @@ from collections.abc import Callable
 class ClientDeadline:
     """Owns one timer, which calls ``on_overdue`` after the deadline has passed.
 
-    A later deadline does not change the timer. If the timer then fires too early, it is set again.
+    A later deadline does not change the timer. If the timer fires before the deadline, the timer is
+    set again.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_overdue: Callable[[], None]) -> None:
@@ -26,7 +27,7 @@ class ClientDeadline:
             self._wind_up(self._due_s)
 
     def shorten(self, seconds: float) -> None:
-        """Set the deadline to ``seconds`` from now, unless the present deadline is earlier."""
+        """Set the deadline to ``seconds`` from now if this is earlier than the present deadline."""
         if self._due_s is None or self._loop.time() + seconds < self._due_s:
             self.set(seconds)
 

@@ -40,7 +40,7 @@ class KeyLimits:
         self._usage: dict[bytes, _Usage] = {}
 
     def begin(self, key: ApiKey, *, is_owed: bool = False) -> None:
-        """Count a request that begins. Unless an error is raised, ``end`` must be called later.
+        """Count a request that begins. If no error is raised, the caller must later call ``end``.
 
         Args:
             is_owed: whether a previous process has accepted the request. If so, the request is

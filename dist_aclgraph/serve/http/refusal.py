@@ -25,8 +25,8 @@ class Refusal:
 
 
 class GatedApp(Protocol):
-    """An ASGI application with the method ``refusal``, which can refuse a request without a call of
-    the application.
+    """An ASGI application with the method ``refusal``. The server calls this method first; after a
+    refusal, it does not call the application.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...

@@ -294,8 +294,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, proto)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Connections inherit both options. The second option treats "urgent" data (RFC 6093)
-            # like other data; otherwise unread bytes could not be counted (``counters.py``).
+            # Accepted connections inherit the next two options. SO_OOBINLINE treats "urgent" data
+            # (RFC 6093) like other data; otherwise unread bytes could not be counted
+            # (``counters.py``).
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
             listener.bind(address)

@@ -275,7 +275,7 @@ class Metrics:
 
 
 class _Collected(CollectorRegistry):
-    """Passes metrics that were collected earlier to the library, which writes them as text."""
+    """Gives collected metrics to the library, which writes the metrics as text."""
 
     def __init__(self, found: list[Metric]) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ class StatusNumbers:
         self._asking: asyncio.Task[None] | None = None
 
     async def current(self) -> bytes:
-        """Return the JSON object, at most one second old. For one event loop."""
+        """Return the JSON object, at most one second old. Only one event loop may call this."""
         if time.monotonic() - self._answered_s > MAX_AGE_S:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask())

@@ -47,8 +47,8 @@ class Inbox:
 class Outbox:
     """Wakes the engine client's thread once for all requests that one turn of the loop submits.
 
-    After a wake-up, the loop has to wait until the thread no longer holds the interpreter's lock.
-    If many requests arrive together, a wake-up for each of them would delay the last of them.
+    After a wake-up, the loop has to wait until the thread releases the interpreter's lock. If many
+    requests arrive together, a wake-up for each of them would delay the last of them.
 
     Args:
         wake: wakes the thread.
@@ -59,7 +59,9 @@ class Outbox:
         self._is_called = False
 
     def note(self) -> None:
-        """Wake the thread after the callbacks that are ready to run. The loop calls this."""
+        """Wake the thread when the loop has run the callbacks that are ready now. The loop calls
+        this.
+        """
         if not self._is_called:
             self._is_called = True
             self._loop.call_soon(self._hand_on)

@@ -91,7 +91,9 @@ def prompt_logprobs(
 
 
 def _by_text(tokenizer: Tokenizer, best: list[tuple[int, float]]) -> dict[str, float]:
-    """Return log-probabilities by the token's text; by its id if the text cannot be a key."""
+    """Map each token's text to its log-probability; if the text cannot be a key, use the token's
+    id.
+    """
     found: dict[str, float] = {}
     for token_id, value in best:
         text = tokenizer.own_text(token_id)

@@ -39,7 +39,8 @@ class Shape(ABC):
     """Converts pieces of text to the reply of one endpoint.
 
     Attributes:
-        shows_usage_so_far: whether ``frames`` gets the token counts so far as ``usage``.
+        shows_usage_so_far: whether the argument ``usage`` of ``frames`` contains the present token
+            counts.
     """
 
     shows_usage_so_far: bool = False
@@ -137,8 +138,8 @@ async def reply(
                 def make() -> Response:
                     return json_response(shape.whole(generation, pieces))
 
-                # Log-probabilities of a long prompt need a long time to encode. A thread encodes
-                # them, so that the streams of other requests are not delayed.
+                # Encoding the log-probabilities of a long prompt takes a long time. A thread
+                # encodes them, so that the streams of other requests are not delayed.
                 is_long = any(piece.prompt_logprobs for choice in pieces for piece in choice)
                 response = await asyncio.to_thread(make) if is_long else make()
                 return _Held(response, stack.pop_all())
@@ -211,9 +212,9 @@ def joined(pieces: list[ChoicePiece]) -> ChoicePiece:
 class _Frames:
     """Receives the pieces of a stream, and sends their frames in the order of the pieces.
 
-    The frame of a piece with a prompt's log-probabilities needs a long time to encode. A thread
-    encodes this frame, so that other streams do not wait. Later frames of this stream wait for the
-    frame.
+    Encoding the frame of a piece with a prompt's log-probabilities takes a long time. A thread
+    encodes such a frame, so that other streams do not wait. Later frames of the same stream wait
+    for it.
     """
 
     def __init__(self, shape: Shape, generation: Generation) -> None:

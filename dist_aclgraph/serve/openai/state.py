@@ -292,8 +292,8 @@ def open_state(
     """Connect to a deployment's engines; ``close`` of the returned state disconnects.
 
     Args:
-        reach: the addresses at which clients reach the deployment; its ``node_id`` must be this
-            process's node.
+        reach: contains the addresses at which clients reach the deployment, and ``node_id``, which
+            must be this process's node.
         ask: a function that asks the deployment's controller whether and when groups will serve.
         replica: see ``ApiState``.
     """

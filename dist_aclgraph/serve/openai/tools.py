@@ -137,7 +137,7 @@ def read_tools(
     tools: Raw, choice: Raw, is_parallel: bool | None, *, is_strict: bool
 ) -> tuple[ToolUse | None, list[str]]:
     """Return the tools of a request, and the fields whose tools are left out
-    (``leave_out_hosted``). If the request has no tools, None is returned in their place.
+    (``leave_out_hosted``). In place of the tools, return None if there are no tools.
 
     Raises:
         InvalidParameterError: a definition or the choice is wrong; the error names the field.
@@ -195,7 +195,8 @@ def leave_out_hosted(
     tools.
 
     A tool that a provider runs itself, such as ``web_search``, is left out, because no client can
-    run it. A strict service does not leave such a tool out, but refuses it later.
+    run it. If ``is_strict`` is true, all tools are returned, and ``check_type`` later refuses such
+    a tool.
     """
     kept = {i: t for i, t in enumerate(tools) if is_strict or not type_of(t).startswith(HOSTED)}
     return kept, [f"tools[{i}]" for i in range(len(tools)) if i not in kept]

@@ -25,8 +25,8 @@ DOCUMENTS = Meta(extra_json_schema=_TEXTS | {"items": {"anyOf": [_TEXT, _DOCUMEN
 
 class Truncated(Body, kw_only=True):
     """Attributes:
-    truncate_prompt_tokens: number of tokens that a longer prompt is truncated to; -1 stands for
-        as many as the context allows.
+    truncate_prompt_tokens: maximum number of tokens of a prompt; a longer prompt is truncated. -1
+        stands for the number that the context allows.
     """
 
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None

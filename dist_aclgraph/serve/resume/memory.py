@@ -147,7 +147,9 @@ class JournalMemory:
         return self._words[at + _NUM_LOSSES]
 
     def void(self) -> None:
-        """Mark the journal as void, so that no process continues from it until it is cleared."""
+        """Mark the journal as void. Until ``clear`` is called, no process can continue from the
+        journal.
+        """
         if not self.is_void:
             self.is_void = True
             self._words[0] = _VOID

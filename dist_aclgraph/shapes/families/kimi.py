@@ -23,8 +23,9 @@ SAVED_NAMES = WeightNames(changes=((".mlp.", ".block_sparse_moe."),), of_experts
 
 
 def read_kimi_linear(config: ModelConfig) -> ModelSpec:
-    """Read a decoder with Kimi Delta Attention in most layers, as published or as transformers
-    saves it. The other layers have latent attention, in which nothing is rotated.
+    """Read a decoder with Kimi Delta Attention in most layers. The other layers have latent
+    attention, in which nothing is rotated. Published checkpoints and checkpoints that transformers
+    has saved use different keys.
     """
     if not config.flag("mla_use_nope", True):
         raise config.unsupported("mla_use_nope is false; rotated keys are not supported")
