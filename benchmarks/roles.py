@@ -47,7 +47,7 @@ INTERVAL_S = 1.0  # mean time between two long prompts, and between two short pr
 # numbers of tokens of the answers to short and to long prompts.
 BEFORE, SHORT_TOKENS, LONG_TOKENS = 8, 8, 16
 STREAM, STREAMS = "stream", 16
-# A decode step takes longer than this, so a stream of T / STEP_S tokens lasts longer than T seconds.
+# A decode step takes longer than this, so a stream of T / STEP_S tokens lasts longer than T s.
 STEP_S = 0.012
 ALL, ROLES = "both groups do everything", "one group computes long prompts"
 WAYS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,6 @@
-"""The demo configurations decode without extra host waits, AI CPU operators and unaligned views."""
+"""Decode steps of the demo configurations have no unnecessary host waits, no AI CPU operators and
+no unaligned views.
+"""
 
 from __future__ import annotations
 
