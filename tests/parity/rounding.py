@@ -30,8 +30,8 @@ def assert_best_but_for_rounding(reference: Reference, answers: list[list[int]])
 
 
 def losses(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
-    """Return, for each token, the difference between the largest log-probability at its position
-    and its own.
+    """Return, for each token, the difference between the largest log-probability at the token's
+    position and the log-probability of the token.
     """
     found = logprobs(model, prompt, answer)
     chosen = found.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
