@@ -71,7 +71,7 @@ def write(directory: Path, model: bytes, **described: Any) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def pairs(models: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """For each kind of tokenizer, ours and that of SentencePiece."""
+    """For each kind of tokenizer, our tokenizer and the tokenizer of SentencePiece."""
     return {
         kind: (
             write(tmp_path_factory.mktemp("model"), model),
