@@ -6,7 +6,7 @@ time to the first token, for prompts whose KV is computed, is in the device's ca
 The second is the time between the tokens of decoding requests, while other prompts are computed or
 read from files. The third is the time until all requests of a lost group have their next tokens,
 with and without files. ``roles.py`` measures a fourth thing: long prompts with and without a
-prefill group. The results are those of the emulator, and no measurements of an NPU.
+prefill group. The results are from the emulator; they are not measurements of an NPU.
 """
 
 from __future__ import annotations
