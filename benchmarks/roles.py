@@ -3,7 +3,7 @@
 Two deployments of one model take turns. In the first, each of two groups does everything. In the
 second, one group computes the long prompts; the other group reads their KV from files, and does
 everything else. The device is modelled (``docs/develop/device-time.md``), and there are no weights.
-The host is real, and so are the bytes in the files. The figures say nothing about an NPU.
+The host and the bytes in the files are real. The figures say nothing about an NPU.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_a_draining_group_is_counted_and_gets_nothing(service, other):
 
 
 def test_slots_follow_the_number_of_groups(service, other):
-    """The configuration has one group. Scaling has added the other one."""
+    """The configuration has one group. Scaling has added the other group."""
     # A group has scheduler.max_waiting + scheduler.max_num_seqs slots.
     slots, of_a_group = service.state.slots, 1024 + 16
     slots.acquire(2 * of_a_group - 1)

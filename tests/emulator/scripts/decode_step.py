@@ -3,7 +3,7 @@ and tokens.
 
     python tests/emulator/scripts/decode_step.py [batch ...]
 
-Prints the milliseconds of a replay in which attention lengths are updated, and of one without
+Prints the milliseconds of a replay in which attention lengths are updated, and of a replay without
 updates.
 """
 
