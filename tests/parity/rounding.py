@@ -1,5 +1,5 @@
-"""Checks that each token of an answer in bfloat16 is the most probable one, within errors of
-rounding.
+"""Checks that each token of an answer in bfloat16 is the most probable token, except for rounding
+errors.
 """
 
 from __future__ import annotations

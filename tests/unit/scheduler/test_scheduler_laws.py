@@ -374,7 +374,8 @@ class World:
         assert orders == sorted(orders)
 
     def check_exact_plan(self, plan: StepPlan) -> None:
-        """Check that the step's shape, in which a request runs, does not depend on other requests.
+        """Check that the shape of the step in which a request runs does not depend on other
+        requests.
 
         A step runs a chunk of one prompt, or one token of each request whose prompt is computed.
         """
