@@ -5,7 +5,7 @@ The bench answers four questions. How fast is decoding with graphs, compared wit
 ``generate`` on the same checkpoint with one thread? How much host time does a step take if the
 emulator's kernels do nothing, so that only the host limits the speed? How much do updates of
 attention lengths cost if the host sends them before the replay of the step, and if it sends them
-after the replay? How much does sampling cost? The results are those of the emulator, and no
+after the replay? How much does sampling cost? The results are from the emulator; they are not
 measurements of an NPU.
 """
 

@@ -4,8 +4,8 @@ and prompts with cached prefixes.
 The models have random weights and the same number of layers. The first model is dense. The second
 is a hybrid, with linear attention in three of four layers. The third is sparse: its latent
 attention uses only keys that an indexer chooses. The models take turns in one process. Kernels do
-nothing, so all times are host times. The results are those of the emulator, and no measurements of
-an NPU.
+nothing, so all times are host times. The results are from the emulator; they are not measurements
+of an NPU.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ time to the first token, for prompts whose KV is computed, is in the device's ca
 The second is the time between the tokens of decoding requests, while other prompts are computed or
 read from files. The third is the time until all requests of a lost group have their next tokens,
 with and without files. ``roles.py`` measures a fourth thing: long prompts with and without a
-prefill group. The results are those of the emulator, and no measurements of an NPU.
+prefill group. The results are from the emulator; they are not measurements of an NPU.
 """
 
 from __future__ import annotations
@@ -295,11 +295,11 @@ def recover(
     first run has written.
 
     Returns:
-        For each of the two runs: the seconds until all requests have their next token, and the
-        median of these times over the requests; the fraction of tokens whose KV was read from
-        files; the CPU time per token, in microseconds; the number of bytes in files per token.
-        Files are not written if there is no time or no room, so the KV of some tokens may be
-        missing in the files.
+        For each of the two runs: the seconds until the last request has its next token, and the
+        median over the requests of the seconds until the request has its next token; the fraction
+        of tokens whose KV was read from files; the CPU time per token, in microseconds; the number
+        of bytes in files per token. Files are not written if there is no time or no room, so the KV
+        of some tokens may be missing in the files.
     """
     num_tokens = sum(map(len, prompts))
     found: dict[str, dict[str, float]] = {}

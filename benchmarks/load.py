@@ -73,8 +73,8 @@ def read_once(files: list[Path]) -> float:
 
 
 def read_and_fill(files: list[Path], num_processes: int) -> float:
-    """Return how many seconds ``read_once`` takes while other processes fill as much new memory as
-    the files have bytes.
+    """Return how many seconds ``read_once`` takes while other processes fill new memory. The
+    processes together fill the number of bytes that the files have.
     """
     share = sum(file.stat().st_size for file in files) // num_processes
     forks = multiprocessing.get_context("fork")

@@ -121,7 +121,7 @@ class OneRank:
         most probable next tokens.
 
         Args:
-            graph: a full graph whose launches are counted, instead of those of the decode graph.
+            graph: the full graph whose launches are counted; None means the decode graph.
         """
         graph = graph or BatchDescriptor(batch, batch, 1, "FULL")
         runner = self.make_runner(config, [graph])
@@ -158,7 +158,8 @@ class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         count: number of these operators.
-        num_updates: number of those operators whose attention lengths are updated at each replay.
+        num_updates: number of attention operators among them whose lengths are updated at each
+            replay.
     """
 
     def __init__(self) -> None:

@@ -226,9 +226,8 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
     mode = next(m for m in MODES_OF_STEPS if _gained(before, after, m, "steps"))
     num_steps = _gained(before, after, mode, "steps")
     if mode != "eager":
-        # The counts that arrive with a step's result also include steps that were queued behind
-        # this step. So the counts of the first decode step are part of the counts of the prompts'
-        # step.
+        # With two steps in flight, the first decode step is queued before the result of the
+        # prompts' step arrives. So the work of this decode step is counted with the prompts' step.
         num_steps -= engine.config.scheduler.steps_in_flight - 1
     times = {
         cause: _gained(before, after, mode, f"modelled_{cause}_ns", "counted") / num_steps / 1e3

@@ -58,8 +58,8 @@ class Case(NamedTuple):
     """A model, its settings, and how its tokens are sampled.
 
     Attributes:
-        model: the keys of config.json that are not the same for all cases. ``EQUAL`` contains the
-            others.
+        model: the keys of config.json that differ between cases. ``EQUAL`` contains the keys that
+            all cases have.
         sampling: name of the sampling parameters in ``benchmarks.step``.
         settings: further keys of the deployment's configuration.
         has_prompts: whether prompts fill each step up to ``MIXED_TOKENS`` tokens, in mode FULL.

@@ -3,7 +3,7 @@
 Two deployments of one model take turns. In the first, each of two groups does everything. In the
 second, one group computes the long prompts; the other group reads their KV from files, and does
 everything else. The device is modelled (``docs/develop/device-time.md``), and there are no weights.
-The host is real, and so are the bytes in the files. The figures say nothing about an NPU.
+The host and the bytes in the files are real. The figures say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -33,18 +33,22 @@ from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
 
 MODEL = "Qwen3-8B"
-# The published model has eight. With one, a token's KV has 18 KB. With eight, two cores would need
-# more time for the files of a prompt than the modelled device needs to compute the prompt.
+# The published model has eight KV heads. With one KV head, a token's KV has 18 KB. With eight KV
+# heads, two cores would need more time for the files of a prompt than the modelled device needs to
+# compute the prompt.
 NUM_KV_HEADS = 1
 NUM_GROUPS, MAX_BATCH, NUM_BLOCKS, BLOCK_SIZE, MAX_LEN = 2, 32, 1024, 128, 8192
 STEP_TOKENS = 2048  # limit of a step's tokens
 HOST_GIB = 4.0
 SHORT = 32  # tokens of a short prompt, and of the prompt of a stream
-LONG = 2048, 4096  # limits of the tokens of a long prompt
+LONG = 2048, 4096  # minimum and maximum number of tokens of a long prompt
 INTERVAL_S = 1.0  # mean time between two long prompts, and between two short prompts
-BEFORE, SHORT_TOKENS, LONG_TOKENS = 8, 8, 16  # tokens of a stream before prompts arrive; of answers
+# BEFORE is the number of tokens that each stream has before prompts arrive. The other two are the
+# numbers of tokens of the answers to short and to long prompts.
+BEFORE, SHORT_TOKENS, LONG_TOKENS = 8, 8, 16
 STREAM, STREAMS = "stream", 16
-STEP_S = 0.012  # less than a decode step takes, so that streams last until the last prompt arrives
+# A decode step takes longer than this, so a stream of T / STEP_S tokens lasts longer than T s.
+STEP_S = 0.012
 ALL, ROLES = "both groups do everything", "one group computes long prompts"
 WAYS: dict[str, dict[str, Any]] = {
     ALL: {},
@@ -112,7 +116,7 @@ class Load:
         self._events.put((number, time.perf_counter(), delta))
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Take tokens until ``until`` returns True.
+        """Receive tokens until ``until`` returns True.
 
         Raises:
             EngineDeadError: a request failed, or nothing arrived for two minutes.
@@ -136,9 +140,9 @@ class Load:
         return all(len(token_s) >= BEFORE for token_s in self._token_s)
 
     def times(self) -> Times:
-        """Return the times from sending to the first token of long and of short prompts, and from
-        the first to the second token of long prompts. Return the times between the tokens of
-        streams, from the first arrival of a prompt until the last prompt is answered.
+        """Return four lists of times: from the sending to the first token of long prompts, and of
+        short prompts; from the first to the second token of long prompts; and between two tokens of
+        a stream, while prompts are answered.
         """
         requests = [(*sent, tokens) for sent, tokens in zip(self._sent, self._token_s, strict=True)]
         others = [request for request in requests if request[0] != STREAM]
@@ -177,8 +181,8 @@ def measure(
     """Run both deployments in turns.
 
     Returns:
-        for each way, percentiles of all times in milliseconds, and the number of blocks that were
-        read from files.
+        for each of the two deployments, percentiles of all times in milliseconds, and the number of
+        blocks that were read from files.
     """
     model = replace(
         MODELS[MODEL], config={**MODELS[MODEL].config, "num_key_value_heads": NUM_KV_HEADS}
@@ -231,7 +235,7 @@ def _num_read(engine: DecodeEngine) -> int:
 
 
 def table(found: dict[str, dict[str, float]]) -> Table:
-    """Return a line for each of ``FIGURES``, with the ratio to the first way."""
+    """Return a line for each of ``FIGURES``, with the ratio to the first deployment."""
     lines = [
         [words, *(f"{row[key]:.1f} ({row[key] / found[ALL][key]:.2f})" for row in found.values())]
         for words, key in FIGURES.items()

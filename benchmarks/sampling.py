@@ -1,8 +1,8 @@
 """The cost of sampling: steps with random, filtered or penalised sampling are compared with greedy
 steps.
 
-All ways of sampling are measured alternately in one run of the whole engine. The ratios are those
-of the emulator, and no measurements of an NPU.
+All ways of sampling are measured alternately in one run of the whole engine. The ratios are from
+the emulator; they are not measurements of an NPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measures the host time of an engine's own work: ``python -m benchmarks.scheduler``.
 
 All requests decode in every step. There is no worker and no channel. Three parts are measured
-separately: the scheduler; the encoding of its plans; and the output of a step, which makes an
-encoded message for each client from the step's tokens.
+separately: the scheduler; the encoding of its plans; and the encoding of a message with the step's
+tokens for each client.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def make_scheduler(
     tp: int = 1,
     spread: int = 0,
 ) -> tuple[Scheduler, Recipients]:
-    """Return a scheduler whose requests all decode for ``num_steps`` steps, and its recipients.
+    """Return a scheduler whose requests all decode for ``num_steps`` steps, and the recipients of
+    its outputs.
 
     Args:
         num_reqs: number of running requests on each of the ``num_ranks`` data-parallel ranks.
@@ -114,7 +115,7 @@ def measure(
     """Return the CPU times of a step in microseconds.
 
     These are the median, the mean and the 99th percentile for the scheduler, and the medians for
-    the encoding and for the output.
+    the encoding of plans and of messages.
     """
     scheduler, recipients = make_scheduler(
         num_reqs, num_steps, num_waiting=num_waiting, num_clients=num_clients

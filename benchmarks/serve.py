@@ -227,7 +227,7 @@ class Client:
         return pid_of(self._process)
 
     def begin(self, ask: Ask) -> Connection:
-        """Let the process open streams. When all streams have ended, it sends the results."""
+        """Let the process open streams. The process sends results when all streams have ended."""
         self._asks.send(ask)
         return self._asks
 

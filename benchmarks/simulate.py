@@ -120,7 +120,7 @@ def report_of(engine: DecodeEngine) -> dict[str, Any]:
 
 
 def counts_of(report: dict[str, Any]) -> Counts:
-    """Return those counters of a deployment's report that a simulation has, too."""
+    """Return the counters of a deployment's report that a simulation also counts."""
     return {
         "replays": sum(bucket["replays"] for bucket in report["buckets"]),
         "eager steps": sum(report["eager_steps"].values()),

@@ -135,7 +135,7 @@ def run_workload(
     """Send each request when it is due, and wait until all requests have ended.
 
     Args:
-        name: prefix of the request ids. Each run must have a name of its own.
+        name: prefix of the request ids. Two runs must not have the same name.
         sampling: sampling parameters of all requests. By default, sampling is greedy.
 
     Raises:
@@ -263,8 +263,8 @@ def whole_steps(
     tokens.
 
     The second list has one number for each delivery to any request between the first and the last
-    of these times. This is a whole number of steps: between two successive deliveries to a request,
-    every other request gets exactly one delivery.
+    of these times. So the list covers a whole number of steps, because between two successive
+    deliveries to a request, every other request gets exactly one delivery.
 
     Raises:
         DistAclGraphError: the request got its last token before ``begin_s``.
@@ -280,8 +280,8 @@ def whole_steps(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value for which at least ``percent`` % of all values are not larger
-    (nearest rank).
+    """Return the percentile by nearest rank: at least ``percent`` % of all values are at most the
+    returned value.
     """
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

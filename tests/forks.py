@@ -17,8 +17,8 @@ from pathlib import Path
 
 
 def forks() -> ForkServerContext:
-    """Return a multiprocessing context. Its processes are forked from the server, which starts with
-    the first process.
+    """Return a multiprocessing context. Its processes are forked from the server. The server is
+    started when the first process is started.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])

@@ -116,7 +116,7 @@ class Subscriber:
             parent = name
 
     def longest_prefix(self, tokens: list[int], size: int) -> int:
-        """Return the number of first blocks of ``tokens`` that the publisher has; a router uses
+        """Return how many blocks at the beginning of ``tokens`` the publisher has. A router uses
         this number.
         """
         children = {block: name for name, block in self.blocks.items()}

@@ -19,10 +19,11 @@ from dist_aclgraph.engine import model_runner  # noqa: E402, F401
 from dist_aclgraph.layers import experts, shared_experts  # noqa: E402, F401
 from dist_aclgraph.models import checkpoint, decoder  # noqa: E402, F401
 
-# Forked programs call exit functions. Those of torch_npu are needed: they release the device. The
-# two that are removed here would take a tenth of a second. The first imports further modules of
-# Ray. The second removes torch's operators, and also temporary directories, so forked programs must
-# use these in a ``with`` statement.
+# Forked programs call exit functions. The exit functions of torch_npu are needed, because they
+# release the device. Two other exit functions are removed here, because they would take a tenth of
+# a second. The first function imports further modules of Ray. The second function removes torch's
+# operators. It also removes temporary directories, so forked programs must create temporary
+# directories in a ``with`` statement.
 atexit.unregister(ray.shutdown)
 atexit.unregister(weakref.finalize._exitfunc)
 

@@ -1,8 +1,8 @@
 """Marks parameters of tests as slow or rare, so that fewer make targets run these variations of the
 tests.
 
-``make test-more`` also runs slow variations; only ``make test-all`` runs rare ones. For each of
-them, a faster target runs another variation that tests the same code.
+``make test-more`` also runs slow variations; only ``make test-all`` runs rare variations. For each
+slow or rare variation, a faster target runs another variation that tests the same code.
 """
 
 from __future__ import annotations

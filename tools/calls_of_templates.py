@@ -87,8 +87,8 @@ def turn(template: ChatTemplate, calls: list[Call], content: str) -> str:
 def calls_in(form: AnswerFormat, text: str) -> list[tuple[str, Any, bool]]:
     """Return (name, arguments, is_whole) for each call that the format's reader finds in a text.
 
-    The markers of calls are read as text here. In the service they may be tokens; the tests of the
-    formats show that both are read in the same way.
+    The markers of calls are read as text here. In the service the markers may be tokens; the tests
+    of the formats show that markers in text and marker tokens are read in the same way.
     """
     reader = form.reader(SCHEMAS, is_thinking=False)
     assert reader is not None

@@ -1,4 +1,4 @@
-"""Prints the packages that pyproject.toml pins, and the packages of those extras whose names are
+"""Prints the packages that pyproject.toml pins, and the packages of the extras whose names are
 given as arguments.
 
 If ``--only`` comes before the names, only the packages of these extras are printed.

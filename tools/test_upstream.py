@@ -183,7 +183,7 @@ def left_out_of(data: Mapping[str, Any]) -> list[str]:
 
 
 def names_of(data: Mapping[str, Any], tests: Path) -> list[str]:
-    """Return the names of those files of tests that ``data`` does not leave out."""
+    """Return the names of the test files that ``data`` does not leave out."""
     left_out = left_out_of(data)
     found = {str(p.relative_to(tests)) for pattern in data["files"] for p in tests.glob(pattern)}
     return sorted(name for name in found if not any(fnmatchcase(name, p) for p in left_out))

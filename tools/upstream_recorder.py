@@ -23,9 +23,9 @@ class Recorder:
     """A plugin for pytest that adds a line to ``log`` when a test starts, and for each report about
     a test.
 
-    Tests in ``left_out`` do not run, and neither do tests that have already started according to
-    ``log``. If a test stops the device, no later test of this process runs, because all of them
-    would fail.
+    Two kinds of tests do not run: tests in ``left_out``, and tests that have already started
+    according to ``log``. If a test stops the device, no later test of this process runs, because
+    all of them would fail.
     """
 
     def __init__(self, log: Path, left_out: Collection[str]):

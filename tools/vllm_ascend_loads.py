@@ -198,7 +198,7 @@ def mixed(client: Client) -> Times:
 
 
 def steady(client: Client) -> Times:
-    """As many requests at a time as in a burst; when a request ends, another one is sent."""
+    """Keep the number of open requests at ``BURST``: when a request ends, send another request."""
     start_s = time.monotonic()
     while (num_left := STEADY - len(client.streams)) > 0:
         client.send(min(num_left, BURST - client.num_open), PROMPT, STEADY_TOKENS)

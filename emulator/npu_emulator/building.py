@@ -120,8 +120,8 @@ def _processor_features() -> str:
 
 
 def _make(progress: OnProgress | None) -> None:
-    # Dependency files contain the paths of the objects. So in a clone, B must have the same value
-    # as in the Makefile.
+    # Dependency files contain the paths of the objects. So in a clone, make's variable B must have
+    # the value that the Makefile gives to it.
     folder = BUILD.name if BUILD.parent == SOURCES else BUILD
     command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
     command.append(f"B={folder}")

@@ -100,7 +100,7 @@ def run(
     Raises:
         BuildError: see ``build``.
         EmulatorError: a setting is unknown or out of range, or a file of rates or rules is invalid;
-            torch is built for CUDA; there is no such program.
+            torch is built for CUDA; the program does not exist.
     """
     settings = read_files(settings)
     _configure(_load_runtime(), settings)

@@ -1,5 +1,5 @@
-"""Those two calls of CANN's pyACL with which Ray counts the NPUs of a node. Used on nodes with
-emulated NPUs.
+"""The two calls of CANN's pyACL with which Ray counts the NPUs of a node. This module is used on
+nodes with emulated NPUs.
 
 Ray imports ``acl`` when a node starts. If the import fails and NPUs are declared, Ray prints two
 tracebacks. This module is on Python's path only while a local Ray starts

@@ -34,7 +34,7 @@ def free_ports(count: int) -> range:
 
 
 class Reader:
-    """Reads one publisher's messages, and requests lost ones."""
+    """Reads one publisher's messages, and requests lost messages."""
 
     def __init__(self, port: int, replay_port: int | None = None) -> None:
         self._context = make_context()
@@ -81,8 +81,8 @@ class Reader:
         self._replays.send_multipart(frames)
 
     def replay(self, first: int) -> list[tuple[int, bytes]]:
-        """Request all messages from number ``first`` on; return those that the publisher still
-        stores.
+        """Request all messages from number ``first`` on; return the messages that the publisher
+        still stores.
         """
         self.request(b"", first.to_bytes(NUMBER_BYTES, "big"))
         found = []

@@ -156,7 +156,7 @@ def rank_processes(config: Config, at_ranks: Sequence[Config] = ()) -> Iterator[
     """Within this context, one process runs for each rank of the group of ``config``.
 
     Args:
-        at_ranks: the configuration of each rank, if the ranks have different ones, for example on
+        at_ranks: the configuration of each rank, if the configurations differ, for example on
             several nodes.
     """
     size = config.parallel.world_size

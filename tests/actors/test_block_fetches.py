@@ -220,7 +220,7 @@ def test_a_block_is_not_found_before_all_its_files_are_here(world: World) -> Non
 
 
 def test_a_fetch_that_takes_too_long_ends(world: World) -> None:
-    """A source can answer often enough not to count as silent, and still be too slow."""
+    """A source that answers from time to time does not count as silent, but may be too slow."""
     world.write(*NAMES)
 
     def wait() -> bool:

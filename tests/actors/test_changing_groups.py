@@ -50,7 +50,8 @@ class Pair:
     """The two serving groups of the shared deployment.
 
     Attributes:
-        configs: two configurations. Both groups run one of them; a roll changes to the other one.
+        configs: two configurations. Both groups have the same configuration; a roll changes to the
+            other configuration.
         weights, away: path of the file of weights; path to which tests move this file, so that new
             groups do not find it.
         wanted: the correct output tokens of each prompt in ``PROMPTS``.

@@ -1,5 +1,5 @@
-"""If a controller dies, a new one replaces it, even if the first new controllers fail to start. If
-that is impossible, the end of the deployment is reported.
+"""If a controller dies, another controller is started, even if the first attempts to start it fail.
+If no controller can be started, the end of the deployment is reported.
 """
 
 from __future__ import annotations

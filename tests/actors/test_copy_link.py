@@ -1,5 +1,5 @@
-"""The engine has at most two unanswered messages to continue copies of KV blocks, and no request
-waits for ever.
+"""The engine sends messages that continue copies of KV blocks. At most two messages are unanswered
+at a time, and no request waits for ever.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def test_a_request_runs_when_all_workers_have_read_its_blocks(world: World) -> N
 
 
 def test_while_steps_run_a_worker_may_be_one_message_behind(world: World) -> None:
-    """Answers arrive after the decision of a step. So each step has a message although the last one
-    is not answered.
+    """Answers arrive after the decision of a step. So each step has a message, although the
+    previous message is not answered yet.
     """
 
     def sent(*, is_idle: bool) -> int:
@@ -188,7 +188,7 @@ def test_no_request_waits_for_a_node_that_never_answers_a_look_up(
 def test_a_worker_that_answers_does_not_hide_one_that_reads_for_ever(
     monkeypatch: pytest.MonkeyPatch, num_pools: int
 ) -> None:
-    """The two workers belong to one data-parallel rank, or to two."""
+    """The two workers belong to one data-parallel rank, or to two data-parallel ranks."""
     world = World(monkeypatch, num_pools)
     copies, num_tokens = world.scheduler.copies.ranks[-1], []
     for number in range(4):

@@ -1,4 +1,6 @@
-"""The demo configurations decode without extra host waits, AI CPU operators and unaligned views."""
+"""Decode steps of the demo configurations have no unnecessary host waits, no AI CPU operators and
+no unaligned views.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def test_between_two_decode_steps_the_host_waits_for_the_tokens_alone(name: str)
                 decoding.append(ranks)
 
     assert len(decoding) > 3
-    # If several ranks run the same requests, only the first of them reports the sampled tokens.
+    # If several ranks run the same requests, only the first rank reports the sampled tokens.
     ranks_per_batch = config.parallel.tp * config.parallel.pcp
     for index, step in enumerate(decoding[0]):
         assert bool(step.result.token_ids) == (index % ranks_per_batch == 0)

@@ -314,8 +314,8 @@ def test_a_request_that_arrives_while_a_step_runs_begins_in_the_next_step(tmp_pa
 def test_a_request_whose_blocks_were_read_begins_in_the_next_decision(
     tmp_path: Path, num_messages: int
 ) -> None:
-    """Each step has a message for a job. When workers answer the last one, one further step is
-    already decided.
+    """Each step has a message for the job that reads the blocks. When workers answer the last
+    message, one further step is already decided.
     """
     files: dict[bytes, Any] = {}
     prompt = list(range(2 * BLOCK + 1))

@@ -102,8 +102,8 @@ def serving_pair(
 ) -> Iterator[Pair]:
     """Args:
     prefill_tp: number of ranks of the first group. The second group has one rank on each node.
-    nodes, dcp: two numbers each: the nodes, and the shards of a request's cache, of the first group
-        and of the second group.
+    nodes: numbers of nodes of the first and of the second group.
+    dcp: numbers of shards of a request's cache in the first and in the second group.
     secret: file with a secret that both groups know. If it is given, the groups belong to different
         services.
     """
@@ -205,7 +205,9 @@ def test_other_divisions_of_heads_and_recurrent_states_are_fetched(
 def test_prompts_are_computed_if_no_file_of_the_first_group_can_be_used(
     npu: Any, tmp_path: Path, architecture: str, shards: int
 ) -> None:
-    """The first group has other shards, or divides recurrent states."""
+    """The first group divides caches into another number of shards, or divides recurrent states
+    between ranks.
+    """
     make_reference(architecture, tmp_path / "checkpoint")
     with serving_pair(tmp_path / "checkpoint", tmp_path, 2, dcp=(shards, 1)) as pair:
         assert pair.answer("split", PROMPTS) == pair.wanted[: len(PROMPTS)]

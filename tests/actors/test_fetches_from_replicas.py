@@ -19,7 +19,7 @@ from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.kv.tiers import CachePlace
 from tests.actors.fetched_files import MODEL, NAMES, NODE, TOKEN, WAIT_S, World, contents
 
-PLACE = CachePlace(num_ranks=2)  # of latents, which all workers have
+PLACE = CachePlace(num_ranks=2)  # a model with latents: all workers keep the same latents
 
 
 class TwoNodes(World):

@@ -63,7 +63,7 @@ Start = Callable[..., tuple[Node, Node]]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Yield a function that starts two nodes: one has files, and the other fetches them. The
-    settings are those of the fetching node.
+    settings apply only to the fetching node.
     """
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     if scope.exists() and int(scope.read_text()) > 1:

@@ -35,7 +35,7 @@ CONFIG = make_config({"model": "unused", "timeouts": {"link_s": 1.0}})
 class Holder:
     """A process with a lease. Its clock is a variable.
 
-    The process checks its lease at regular intervals, but not while it stands still.
+    The process checks its lease at regular intervals, but not while the process is stopped.
     """
 
     now_s: float = 0.0

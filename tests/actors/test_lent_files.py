@@ -150,8 +150,8 @@ def test_the_number_of_waiting_requests_is_limited(world: World) -> None:
 def test_a_lent_file_does_not_change_before_its_reader_ends(
     actions: list[tuple[str, int]],
 ) -> None:
-    """In an action, a size above 0 requests a file of that size; the size 0 ends the reads of that
-    reader.
+    """Each action has a reader and a size. If the size is above 0, the reader requests a file of
+    this size. If the size is 0, the reader ends its reads.
     """
     world, numbers = World(), dict.fromkeys("abc", 0)
     lent: dict[tuple[str, int], tuple[LentFile, int]] = {}

@@ -297,8 +297,8 @@ def test_a_ray_that_was_too_slow_is_started_again(monkeypatch: pytest.MonkeyPatc
 
 
 class SilentStore:
-    """A control store of Ray that answers nothing; each question fails after six seconds of its
-    clock.
+    """A control store of Ray that answers nothing. Each question fails after six seconds on the
+    clock of this object.
     """
 
     def __init__(self) -> None:
@@ -367,8 +367,8 @@ os.waitpid(leader, 0)
 
 
 def test_the_last_process_of_a_group_may_start_ray() -> None:
-    """When a script has ended, its background process can be the only process that is left in its
-    group.
+    """When a script has ended, a background process of the script can be the last process of the
+    process group.
     """
     ended = subprocess.run(
         [sys.executable, "-c", LAST_OF_ITS_GROUP], capture_output=True, text=True, timeout=WAIT_S

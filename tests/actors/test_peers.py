@@ -1,5 +1,5 @@
-"""Services with a common secret fetch files of KV blocks from each other. Services without it
-cannot.
+"""Services with a common secret fetch files of KV blocks from each other. Services without the
+secret cannot.
 """
 
 from __future__ import annotations

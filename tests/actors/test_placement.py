@@ -98,7 +98,7 @@ def test_every_rank_has_an_npu_and_no_tensor_parallel_group_spans_nodes(
         order = rank_order(landed)
         assert sorted(order) == list(range(len(ranks)))
         where = [landed[i] for i in order]
-        assert where == sorted(where)  # ranks are in the order of nodes, and on a node, of NPUs
+        assert where == sorted(where)  # ranks are sorted by node, then by NPU
         for first in range(0, len(ranks), layout.tp):
             assert len({node for node, _ in where[first : first + layout.tp]}) == 1
         taken.update(node for node, _ in where)

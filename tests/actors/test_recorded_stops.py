@@ -31,7 +31,7 @@ STUCK_S = 600.0
 LONG = 1500
 VICTIM = 1  # the rank that each planted fault stops
 # The MLP's activation runs after the first collective that follows attention, and before the second
-# one.
+# collective.
 IN_MLP = r"rank 1 all_reduce 1 (of layer \d after attention \(step \d+\)); rank 0 all_reduce 2 \1"
 
 

@@ -204,7 +204,9 @@ def test_kv_in_memory_that_turns_bad_is_computed_again(sound: Sound, tmp_path: P
 
 @pytest.mark.slow
 def test_states_in_memory_that_turns_bad_are_computed_again(npu: Any, tmp_path: Path) -> None:
-    """The checkpoints of states in this memory are lost, so no later request starts from one."""
+    """The checkpoints of states in this memory are lost, so no later request starts from these
+    checkpoints.
+    """
     checkpoint, arms = tmp_path / "hybrid", tmp_path / "arms"
     make_reference("Qwen3NextForCausalLM", checkpoint)
     add_next_token_module(checkpoint)

@@ -25,7 +25,7 @@ def resumption() -> Resumption:
 
 
 def come_back(resumption: Resumption, epoch: int, num_steps: int) -> None:
-    """Let the group fail and resume; it is then in ``epoch``. Run ``num_steps`` steps."""
+    """Let the group fail, and resume it in ``epoch``. Then run ``num_steps`` steps."""
     assert resumption.run(LINK, epoch, lambda: None) == Comeback(epoch + 1, keeps_kv=True)
     for _ in range(num_steps):
         resumption.note_step()

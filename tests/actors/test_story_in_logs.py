@@ -71,7 +71,7 @@ def test_the_logs_tell_the_start_a_loss_the_recovery_and_the_end(
         r"group_replaced group=0 way=rejoin seconds=\d",
         "state state=STOPPED",
     )
-    # The steps that the lost group recorded are kept, and they blame the killed rank.
+    # The steps that the lost group recorded are kept. They show that the killed rank is to blame.
     lost = read_groups(tmp_path / "start")[0]
     assert [rank.pid for rank in lost][1] == victim
     assert explain_stop(lost).blamed == (1,)

@@ -53,7 +53,7 @@ def test_a_deployment_removes_what_a_process_leaves_while_nothing_changes(
 def test_an_engine_removes_what_the_engine_before_it_leaves_on_its_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stopped engine is replaced first, and ends when it is continued."""
+    """A stopped engine (SIGSTOP) is replaced. The process ends only later, when it is continued."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     engine = cast(Any, SimpleNamespace(_lease=Lease(1.0), _next_sweep_s=0.0))
     leave_a_directory(tmp_path)

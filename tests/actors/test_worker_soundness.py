@@ -1,5 +1,5 @@
-"""After some failures of the step loop, a worker's weights are still usable; after others, they are
-not.
+"""After some failures of the step loop, a worker's weights are still usable. After other failures,
+the weights are not usable.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ print("dropped")
 """
 
 # The context and its socket are in one reference cycle, and the context is freed first. At that
-# time, its weak reference to the socket is already cleared.
+# time, the context's weak reference to the socket is already cleared.
 CYCLE = """
 import gc
 import zmq

@@ -59,8 +59,8 @@ class Service:
         self._mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", PARTS + parts + RUN],
-            # A thread of OpenBLAS could get a signal instead of the main thread. A forked process
-            # has no such threads, but some of these tests do not fork.
+            # A thread of OpenBLAS could get a signal that the main thread should get. A forked
+            # process has no such threads, but some of these tests do not fork.
             env={**os.environ, MARK: self._mark, "OPENBLAS_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -44,7 +44,7 @@ BODY = {
 
 @dataclass
 class Service:
-    """A service in another process. Its addresses are those that it has printed."""
+    """A service in another process. Its addresses are read from its output."""
 
     url: str
     ray_address: str

@@ -1,5 +1,6 @@
-"""The supervisor replaces ingresses that die. If ingresses die before they have served, each of
-them counts against a budget, and is replaced only after a pause.
+"""The supervisor replaces ingresses that die. The death of an ingress that has never served counts
+as a restart, of which only a limited number is allowed. Such an ingress is replaced only after a
+pause.
 """
 
 from __future__ import annotations

@@ -170,8 +170,8 @@ def test_a_signal_while_another_owner_starts_ends_everything(
         service.process.terminate()
 
     ended, _, _ = service.end()
-    # The exit code is that of the new owner, or that of the killed owner if the supervisor noticed
-    # the signal first.
+    # The exit code comes from the new owner. If the supervisor noticed the signal first, the exit
+    # code comes from the killed owner.
     assert ended in (7, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 

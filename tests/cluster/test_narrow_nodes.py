@@ -1,4 +1,4 @@
-"""Some nodes have fewer free NPUs than a group needs, so that these NPUs must stay unused."""
+"""Some nodes have fewer free NPUs than a group needs. These NPUs must stay unused."""
 
 from __future__ import annotations
 

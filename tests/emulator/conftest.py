@@ -126,7 +126,8 @@ class Script:
 def run_script(tmp_path_factory) -> Callable[..., tuple[int, str]]:
     """Run code in a separate process and return (exit status, output).
 
-    Unless ``fresh`` is set, the process is forked from one that has already imported all packages.
+    Unless ``fresh`` is set, the process is forked from a process that has already imported all
+    packages.
     """
 
     def run(

@@ -154,7 +154,7 @@ def test_any_calls_do_what_a_model_does(three_engines, calls):
             model.memory[number][place : place + length] = bytes([more[2]] * length)
         else:
             peer, chosen, operation, wanted = more
-            if model.links and chosen:  # if 0, the engines stay as drawn, perhaps without a link
+            if model.links and chosen:  # chosen == 0: the drawn engines, maybe without link
                 number, peer = sorted(model.links)[chosen % len(model.links)]
                 engine, arena = engines[number], arenas[number]
             spans = model.spans((number, peer), wanted)

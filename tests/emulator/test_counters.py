@@ -71,7 +71,7 @@ def test_a_failed_capture_leaves_no_graph(x):
     before, graph = emulator.counters(), torch.npu.NPUGraph()
     with pytest.raises(RuntimeError), torch.npu.graph(graph):
         x.cpu()
-    graph.reset()  # until now, the graph contains the calls before the refused one
+    graph.reset()  # before the reset, the graph contains the calls that preceded the refused call
     assert taken(before) == {}
 
 

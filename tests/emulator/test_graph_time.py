@@ -135,7 +135,7 @@ UPDATES = """
 def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp_path, learns):
     """In an update, CANN's host code computes a tiling. On the emulator, this takes modelled time.
 
-    The host thread sleeps only once for several updates, as long as all of them take together.
+    The host thread sleeps only once for several updates, for the sum of their times.
     """
     rates = tmp_path / "rates.json"
     rates.write_text('{"update_us": 300}')  # far more than the emulator's own code needs

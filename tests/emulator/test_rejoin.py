@@ -101,7 +101,7 @@ def test_two_of_three_go_on_with_another_third(start_ranks, tmp_path):
         status, output = script.finish(90)
         assert status == 0, output
         # Each rank starts with the value 2 * 3 = 6. First, all three ranks sum their values; then
-        # ranks 0 and 1 sum theirs; then ranks 1 and 2.
+        # ranks 0 and 1 sum their values; then ranks 1 and 2 sum their values.
         assert f"SUM [{[36.0, 54.0, 54.0][rank]}]" in output, output
         if rank < 2:
             assert re.search("FAILED .*(rank 2 of 3 is dead|FORCE STOP)", output), output

@@ -163,7 +163,7 @@ class Experts:
         return torch.nn.functional.silu(left) * right
 
     def run(self, *, version=2, counts=None, **others):
-        """Call the operator with these tensors; tensors in ``others`` replace those with the same
+        """Call the operator with these tensors; tensors in ``others`` replace tensors with the same
         names.
         """
         given = {"x": self.rows, "weight": self.weight, "scales": self.scales} | others

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.laws import examples
 
 DTYPES = (torch.int8, torch.bfloat16, torch.float32, torch.int64)
-# Lengths near two kinds of sizes: those of the tiles in which data is copied, and those of cache
-# lines.
+# Lengths near the size of a cache line, and near the sizes of the tiles in which data is copied.
 LENGTHS = st.sampled_from([1, 2, 3, 31, 32, 33, 64, 255, 256, 257, 300])
 
 

@@ -125,7 +125,7 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
         references = References(drafter.tokens.num_latest, k, 5)
         names = references.draft(np.full(k, row), np.arange(k))
         assert drafter.tokens.fill_in(ints(names, cpu)).tolist() == expected
-    # Up to the last accepted position, the cache belongs to sampled tokens, not to drafts.
+    # Up to the last accepted position, the cache contains entries of sampled tokens, not of drafts.
     assert recorder.cache[110] == (10, sampled_row[0])
     assert recorder.cache[200] == (0, 5)
 

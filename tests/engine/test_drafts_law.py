@@ -29,8 +29,8 @@ Runners = dict[str, tuple[ModelRunner, GraphPlan]]
 
 
 def make_runners(npu: Any, directory: Path, k: int) -> Runners:
-    """Return runners with k drafts. One runs eager steps. If k > 0, there is also one with full
-    graphs, and one with full and piecewise graphs.
+    """Return runners with k drafts. The first runner runs eager steps. If k > 0, the second runner
+    has full graphs, and the third runner has full and piecewise graphs.
     """
     q = k + 1
     decode = tuple(q * size for size in (1, 2, 4, MAX_SEQS))

@@ -110,8 +110,8 @@ def whole(runner: ModelRunner) -> list[Got]:
 
 
 def continued(runner: ModelRunner, whole: list[Got], cut: int, *, exact: bool) -> list[int]:
-    """Continue all requests after ``cut`` tokens of output; return the indices of those whose
-    output differs from ``whole``.
+    """Continue all requests after ``cut`` tokens of output; return the indices of the requests
+    whose output differs from ``whole``.
     """
     rest = play(runner, [one.tokens[:cut] for one in whole], exact=exact)
     return [

@@ -163,8 +163,9 @@ def test_qwen3_5_as_published_beside_an_encoder_of_images(
 
 @pytest.mark.parametrize("stored", ["another", "equal", "absent"])
 def test_the_whole_model_decides_about_a_tied_head(npu: Any, tmp_path: Path, stored: str) -> None:
-    """The whole model's configuration ties the head, and the text model's does not; transformers
-    saves such files. A stored head is used only if it differs from the embedding.
+    """In the configuration of the whole model, the head is tied; in the configuration of the text
+    model, it is not tied. transformers saves such files. A stored head is used only if it differs
+    from the embedding.
     """
     model, prompts = make_mistral3(tmp_path), make_prompts([40, 3])
     path, weights = tmp_path / "config.json", load_file(tmp_path / "model.safetensors")

@@ -42,7 +42,9 @@ class Row:
 
 @dataclass
 class Group:
-    """Decides random steps. They are like those of a scheduler with one or two steps in flight."""
+    """Decides random steps, which are like the steps of a scheduler with one or two steps in
+    flight.
+    """
 
     data: st.DataObject
     tokens_per_block: int

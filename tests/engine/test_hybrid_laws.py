@@ -174,7 +174,7 @@ def test_accepted_and_rejected_drafts_change_no_token(
     right: list[int],
 ) -> None:
     """``right`` contains the number of right drafts of each step. After the last number, the first
-    one is used again.
+    number is used again.
     """
     expected = cold(eager, arrivals)
     k, runners = drafting

@@ -60,7 +60,9 @@ def test_a_checkpoint_is_written_before_the_result_is_sent(
 def test_the_last_token_of_a_prompt_changes_the_state_by_one_rule(
     npu: Any, hybrid: Path, monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
-    """A request samples a token after its prompt, but not if it continues in another group."""
+    """A new request samples a token after its prompt. A request that continues in another group
+    does not.
+    """
     runner = make_runner(npu, hybrid, 4)
     states, noted = runner._states, list[StateMetadata]()
     assert states is not None

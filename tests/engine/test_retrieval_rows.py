@@ -1,4 +1,6 @@
-"""Embeddings and choices between two tokens on one rank equal the results of transformers."""
+"""On a single rank, embeddings of prompts, and scores (the choice between two tokens after a
+prompt), equal the results of transformers.
+"""
 
 from __future__ import annotations
 

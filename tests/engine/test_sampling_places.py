@@ -144,7 +144,7 @@ def test_a_worker_with_earlier_steps_samples_like_a_new_worker(
 
 
 def with_sampling(plan: RankBatch, sampling: dict[int, RowSampling]) -> RankBatch:
-    """Return a plan whose rows begin with the parameters ``sampling``."""
+    """Return a plan that starts rows with the sampling parameters ``sampling``."""
     started = tuple(
         msgspec.structs.replace(start, sampling=sampling[start.row]) for start in plan.started
     )

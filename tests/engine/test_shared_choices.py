@@ -1,4 +1,6 @@
-"""Sparse attention of several ranks that share contexts is compared with that of one rank."""
+"""Sparse attention of several ranks that share contexts is compared with sparse attention of one
+rank.
+"""
 
 from __future__ import annotations
 

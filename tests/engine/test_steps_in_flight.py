@@ -157,7 +157,7 @@ def capture(runner: ModelRunner, graph: BatchDescriptor) -> None:
 
 @pytest.fixture(scope="module", params=[0, 2], ids=["alone", "drafts"])
 def runners(npu: Any, request: pytest.FixtureRequest) -> Any:
-    """For each graph mode, a runner with one step in flight, and one with two steps in flight."""
+    """For each graph mode, one runner with one step in flight and one with two steps in flight."""
     k = request.param
     q = k + 1
     decode = tuple(q * size for size in (1, 2, 4, MAX_SEQS))

@@ -1,5 +1,5 @@
-"""Law: rows with grammars get valid outputs. These are the same for any number of drafts and of
-steps in flight.
+"""Law: rows with grammars get valid outputs. The outputs are the same for any number of drafts and
+for any number of steps in flight.
 
 Grammars do not change the outputs of rows without grammars. The law also holds if the group is
 lost, and the next group gets the requests with their tokens.

@@ -44,7 +44,7 @@ def before_packages(text: str) -> list[str]:
 
 
 def faults_of(text: str) -> set[str]:
-    """Return the violations of these rules: in the order of an image's layers, and in its user."""
+    """Return the violations of the rules about the order of layers, and about the image's user."""
     instructions = instructions_of(text)
     faults = set()
     if ALL in before_packages(text):

@@ -36,7 +36,7 @@ def remember(
         lengths: lengths of the prompts.
         recorded: the part of the recorded tokens (see ``recorded.py``) to use. If it is "",
             transformers generates the tokens, which takes a minute for long prompts.
-        overrides: settings of the model that replace the usual ones.
+        overrides: settings of the model that replace the usual settings.
     """
     known: dict[str, Reference] = {}
 

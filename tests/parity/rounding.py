@@ -1,5 +1,5 @@
-"""Checks that each token of an answer in bfloat16 is the most probable one, within errors of
-rounding.
+"""Checks that each token of an answer in bfloat16 is the most probable token, except for rounding
+errors.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def assert_best_but_for_rounding(reference: Reference, answers: list[list[int]])
 
 
 def losses(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
-    """Return, for each token, the difference between the largest log-probability at its position
-    and its own.
+    """Return, for each token, the difference between the largest log-probability at the token's
+    position and the log-probability of the token.
     """
     found = logprobs(model, prompt, answer)
     chosen = found.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)

@@ -93,7 +93,8 @@ def test_every_layout_reads_the_files_of_every_layout(
             assert [answer.tokens for answer in answers] == reference.tokens, (writer, reader)
             assert counts["missed"] == 0, (writer, reader)
             most = num_full_blocks(reader, reference.prompts)
-            # There are fewer checkpoints than blocks, so one may be written again before its copy.
+            # There are fewer checkpoints than blocks, so a checkpoint may be overwritten before it
+            # is copied.
             least = 1 if architecture == HYBRID else most
             can_read = may_read(architecture, writer, reader)
             assert counts["loaded"] in (range(least, most + 1) if can_read else (0,)), (

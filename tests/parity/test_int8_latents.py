@@ -82,7 +82,7 @@ def assert_rounded(model: Reference, answers: list[Answer]) -> None:
 
 
 def config_of(model: Reference, **options: Any) -> Config:
-    """Return a configuration with few graphs. The capture of piecewise graphs takes long."""
+    """Return a configuration with few graphs, because piecewise graphs take long to capture."""
     graph = {"max_tokens": 40, **options.pop("graph", {})}
     kv = {"block_size": 16, "num_blocks": 160, "dtype": "int8"}
     return make_deployment_config(model.directory, **{"kv": kv, "graph": graph, **options})

@@ -62,8 +62,8 @@ def test_shapes_of_drafts_over_ranks_that_share_something_are_captured_while_ser
     count = 3 * parallel.get("dp", 1)
 
     with serving(config) as service:
-        # Each rank runs three requests with 6 tokens in all. They use the graph of size 24 until
-        # one of size 8 exists.
+        # Each rank runs three requests with 6 tokens in all. They use the graph of size 24 until a
+        # graph of size 8 exists.
         for wave in range(4):
             prompts = reference.prompts[:count]
             answers = service.generate(prompts, greedy_params(NUM_TOKENS), f"{wave}-")

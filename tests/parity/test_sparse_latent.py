@@ -76,7 +76,7 @@ def models(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 
 
 def config_of(model: Model, **options: Any) -> Config:
-    """Return a configuration with few graphs. The capture of piecewise graphs takes long."""
+    """Return a configuration with few graphs, because piecewise graphs take long to capture."""
     graph = {"max_tokens": 40, **options.pop("graph", {})}
     kv = {"block_size": 16, "num_blocks": 80}
     return make_deployment_config(model.directory, **{"kv": kv, "graph": graph, **options})

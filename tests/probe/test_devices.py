@@ -27,14 +27,14 @@ def probe(probes, main=child.main, **emulated):
     return report
 
 
-# Questions that use the same calls as questions with artificial answers. Their answers must stay
-# those of the emulator.
+# Questions that use the same calls as questions with artificial answers. The emulator must still
+# answer them itself.
 NEAR_PLANTED = {"graphs.update_us_v2", "graphs.update_at_once_us"}
 
 
 def asked():
-    """Return the questions that the test asks: the quick ones, those with artificial answers, and
-    ``NEAR_PLANTED``; in the profile "full", all questions.
+    """Return the questions that the test asks: the quick questions, the questions with artificial
+    answers, and ``NEAR_PLANTED``; in the profile "full", all questions.
     """
     names = {probe.name for probe in probes_of("quick")} | set(PLANTED) | NEAR_PLANTED
     return [p for p in PROBES if laws.is_full() or p.name in names]

@@ -104,7 +104,7 @@ class StatusPage:
         return {tuple(path): (unit, text) for path, unit, text in self.tab.evaluate(SAMPLES)}
 
     def faint_texts(self) -> dict[str, Any]:
-        """Return the number of all visible texts, and those texts that have too little contrast."""
+        """Return the number of all visible texts, and the texts that have too little contrast."""
         return dict(json.loads(json.dumps(self.tab.evaluate(FAINT_TEXTS))))
 
     def overflow_px(self) -> int:

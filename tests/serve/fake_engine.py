@@ -93,7 +93,7 @@ METRICS: dict[str, Any] = {
 
 
 def echo(submit: Submit) -> list[int]:
-    """Return ``max_tokens`` tokens: those of the prompt, repeated."""
+    """Return ``max_tokens`` tokens: the tokens of the prompt, repeated."""
     ids = [int(i) for i in unpack_ints(submit.prompt)]
     return (ids * (submit.max_tokens // max(1, len(ids)) + 1))[: submit.max_tokens]
 

@@ -86,8 +86,8 @@ class Service:
         return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
 
     def ask(self, request: bytes, count: int = 1) -> Answer:
-        """Send the same request ``count`` times over one connection, each after the response to the
-        previous one.
+        """Send the same request ``count`` times over one connection. Each request follows the
+        response to the previous request.
         """
         answer = Answer()
         try:

@@ -75,7 +75,7 @@ def test_the_prompt_has_instructions_tools_calls_and_results(tooled, agent):
     prompt = tooled.state.tokenizer.decode(ids, skip_special_tokens=False)
     assert prompt.count("Use the tools to look before you answer.") == 1
     assert "billing" not in prompt
-    assert prompt.count("<tool_call>") == 3  # two calls, and one in the instructions
+    assert prompt.count("<tool_call>") == 3  # two calls, and an example in the instructions
     for text in (*RESULTS[agent], "What is in this folder?", "I list the files."):
         assert prompt.count(text) == 1, text
     assert prompt.count("<|im_start|>assistant") == 2

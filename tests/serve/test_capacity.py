@@ -73,7 +73,7 @@ def test_a_draining_group_is_counted_and_gets_nothing(service, other):
 
 
 def test_slots_follow_the_number_of_groups(service, other):
-    """The configuration has one group. Scaling has added the other one."""
+    """The configuration has one group. Scaling has added the other group."""
     # A group has scheduler.max_waiting + scheduler.max_num_seqs slots.
     slots, of_a_group = service.state.slots, 1024 + 16
     slots.acquire(2 * of_a_group - 1)
@@ -94,8 +94,8 @@ def test_slots_follow_the_number_of_groups(service, other):
 
     service.engine.silent = True
     until(lambda: len(service.state.client.capacity().lost) == 2)
-    # Requests wait for a group, so the service keeps as many slots as the configured number of
-    # groups (one) has.
+    # Requests wait for a group, so the service keeps the slots of the configured number of groups
+    # (one).
     assert slots.is_full
     slots.release(1)
     assert not slots.is_full
@@ -135,7 +135,9 @@ def test_metrics_count_what_each_group_was_sent(service, other):
 
 
 def samples(service: Service, name: str) -> dict[str, float]:
-    """Return the values of a metric. The key is its labels without those that every metric has."""
+    """Return the values of a metric. The keys are labels; labels that every metric has are left
+    out.
+    """
     found = {}
     for line in service.http.get("/metrics").text.splitlines():
         if line.startswith(f"dist_aclgraph_{name}{{"):

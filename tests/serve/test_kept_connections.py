@@ -371,7 +371,7 @@ def test_a_connection_is_held_as_soon_as_it_is_accepted() -> None:
             server.loop.call_soon(look)
 
     server.loop.call_soon_threadsafe(look)
-    until(lambda: bool(not_held))  # on a busy machine, the loop may start later than the connection
+    until(lambda: bool(not_held))  # the loop runs before a connection arrives
     with socket.create_connection(("127.0.0.1", port)):
         until(lambda: link.count > 0 and not_held[-1] <= 0)
     server.stop()

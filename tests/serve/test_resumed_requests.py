@@ -81,7 +81,7 @@ class Engines:
         until(lambda: all(known.link.is_welcome for known in self.client._known()))
 
     def collect(self, count: int | None = None) -> tuple[list[int], RequestDelta]:
-        """Read ``count`` tokens of the request, or all of them if None."""
+        """Read ``count`` tokens of the request, or all tokens if ``count`` is None."""
         tokens: list[int] = []
         while True:
             delta = self.deltas.get(timeout=WAIT_S)

@@ -320,8 +320,8 @@ def test_reasoning_is_apart_from_the_content(tooled, stream, is_opened):
 
 @pytest.mark.parametrize("is_strict", [True, False])
 def test_a_call_within_reasoning_is_a_call_unless_tools_are_strict(tooled, is_strict):
-    # The grammar of a strict tool applies only to the text after the reasoning, so a call within it
-    # is text.
+    # The grammar of a strict tool applies only to the text after the reasoning, so a call within
+    # the reasoning is text.
     call = CALLS[CALLS.index("<tool_call>") :]
     tooled.answer(f"hm\n{call}</think>Yes" if is_strict else f"hm\n{call}")
     weather = {**WEATHER, "function": {**WEATHER["function"], "strict": is_strict}}

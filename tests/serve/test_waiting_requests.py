@@ -91,7 +91,7 @@ class Deployment:
         self.client.submit(name, PROMPT, params, (), deltas.put, seed=11)
 
     def collect(self, name: str, count: int | None = None) -> tuple[list[int], RequestDelta]:
-        """Read ``count`` tokens of the request, or all of them if None."""
+        """Read ``count`` tokens of the request, or all tokens if ``count`` is None."""
         tokens: list[int] = []
         while True:
             delta = self.deltas[name].get(timeout=WAIT_S)

@@ -13,7 +13,9 @@ _idle: list[ChildProcess] = []  # at most one; ends with the process of the test
 
 
 def make_template(source: str, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate:
-    """Return a template with ordinary limits. The process of earlier tests renders it."""
+    """Return a template with ordinary limits. All such templates are rendered by one process, which
+    the first test starts.
+    """
     template = ChatTemplate({"default": source}, special_tokens or {})
     template._idle = _idle
     return template

@@ -71,7 +71,7 @@ def write(directory: Path, model: bytes, **described: Any) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def pairs(models: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """For each kind of tokenizer, ours and that of SentencePiece."""
+    """For each kind of tokenizer, our tokenizer and the tokenizer of SentencePiece."""
     return {
         kind: (
             write(tmp_path_factory.mktemp("model"), model),
@@ -104,8 +104,8 @@ def test_tokens_have_the_text_of_sentencepiece(
     found, expected = ours.decode(ids), theirs.decode(ids)
     if KINDS[kind].get("remove_extra_whitespaces", True):
         # With this setting, SentencePiece removes all spaces at the beginning of a text. Our
-        # tokenizer removes only one. If it removed all, the text of a stream would depend on which
-        # tokens are decoded together.
+        # tokenizer removes only one space. If it removed all spaces, the text of a stream would
+        # depend on which tokens are decoded together.
         found, expected = found.lstrip(" "), expected.lstrip(" ")
     assert found == expected
 

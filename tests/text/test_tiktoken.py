@@ -69,8 +69,8 @@ def write(folder: Path, ranks: dict[bytes, int]) -> Path:
 
 
 def tokens_of(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """Return the tokens of a piece of text. As long as two neighbours together form a token, merge
-    those whose token has the lowest rank.
+    """Return the tokens of a piece of text. While pairs of neighbours form tokens, merge the pair
+    whose token has the lowest rank.
     """
     if piece in ranks:
         return [ranks[piece]]

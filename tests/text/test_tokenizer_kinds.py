@@ -71,8 +71,8 @@ def test_a_stream_is_the_end_of_what_transformers_decodes(kind, data):
 @pytest.mark.parametrize(("num_bytes", "text"), [(1, "🦝e"), (0, "e")])
 def test_bytes_at_the_end_of_a_prompt_become_a_character_or_stay_its_own(kind, num_bytes, text):
     ours, _ = both(kind)
-    # Some letters have both a byte token and a token of their own. For them, the token of their own
-    # is used.
+    # Some letters have both a byte token and a token of their own. For these letters, the byte
+    # token is not used.
     ids = sorted(range(ours.vocab_size), key=lambda i: i not in ours.token_bytes.byte_ids)
     by_bytes = {ours.token_bytes[i]: i for i in ids}
     first, *others = [by_bytes[bytes([byte])] for byte in "🦝".encode()]

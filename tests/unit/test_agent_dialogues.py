@@ -1,5 +1,5 @@
-"""The dialogues of models/tiny-agent: those that are held out share no word with training, and
-their answers are right.
+"""The dialogues of models/tiny-agent: dialogues that are not used for training share no word with
+the training, and their answers are right.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Outcome:
         pause_s: the longest interval in which a stream received no delta.
         recovered_s: time until all groups served again.
         exit_code: exit code of the service, if it ended.
-        left: files and processes that should not exist any more.
+        left: files and processes that should have disappeared.
         error: error of the first lost request.
         said: the last output line of the service, if it has ended.
     """

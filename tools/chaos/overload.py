@@ -3,7 +3,7 @@
 The bench starts one service on the emulated NPU, as a user would. First it measures the peak rate,
 with as many clients as the service has slots. Then requests arrive at ten times the peak rate,
 although the service refuses many of them. Then eight clients read their answers while 64 other
-clients do not read theirs. Finally, eight clients read their answers while other clients send huge
+clients read nothing. Finally, eight clients read their answers while other clients send huge
 bodies. Clients and service share this machine's cores, so only ratios within one run are
 meaningful.
 """
@@ -312,7 +312,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """Return the resident memory, in bytes, of those processes that are still alive."""
+    """Return the resident memory, in bytes, of the processes that are still alive."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = 0
     for pid in pids:

@@ -214,8 +214,8 @@ class Service:
         return [memory for memory, _ in self._place.memories()]
 
     def dead_segments(self) -> list[Path]:
-        """Return those of HCCL's shared memory segments that were created after the start of the
-        service, by processes that have exited.
+        """Return HCCL's shared memory segments that were created after the start of the service, by
+        processes that have exited.
         """
         # Other services create segments, too, but the processes that created these segments are
         # alive. The living processes are listed after the segments, so that the list contains the
@@ -228,9 +228,7 @@ class Service:
         return found
 
     def segments(self) -> set[Path]:
-        """Return those of HCCL's shared memory segments that were created after the start of the
-        service.
-        """
+        """Return HCCL's shared memory segments that were created after the start of the service."""
         return self._all_segments() - self._segments
 
     def _all_segments(self) -> set[Path]:

@@ -35,7 +35,8 @@ HcclResult emu::hccl::launch_on(const Comm &c, const char *name, aclrtStream str
                : HCCL_SUCCESS;
   if (use_domain(stream, c.get()))
     return HCCL_E_RUNTIME;
-  // The task owns `user`. So a task that is destroyed before it runs no longer counts as a user.
+  // The task owns `user`. So the number of users also falls if the task is destroyed without having
+  // run.
   bool is_captured = graph_of_capture(stream) != 0;
   auto user = count_in(c, is_captured ? c->captured_tasks : c->tasks);
   auto counted = [c, bytes, is_captured, user, body = std::move(body)] {

@@ -7,8 +7,8 @@
 namespace emu::kernels {
 
 // The requests of a step. Their lengths are in device memory, so a kernel reads and checks them
-// when it runs. Keys are either in pages, or follow each other without pages. In the second case,
-// there is no block table, and the whole tensor counts as one page.
+// when it runs. Keys are either in pages, or follow each other without pages. Without pages, there
+// is no block table, and the whole tensor counts as one page.
 struct StoredRequests {
   const int32_t *query_ends;   // [count], cumulative; the last one is the number of rows
   const int32_t *kv_lengths;   // [count]; cumulative without pages

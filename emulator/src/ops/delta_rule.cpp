@@ -194,8 +194,8 @@ OP(aclnnRecurrentGatedDeltaRule,
 
 // Rules: document npu_chunk_gated_delta_rule. Its limit of 8 tokens per request contradicts its own
 // example, so this limit is not checked. The document of aclnnChunkGatedDeltaRule also requires g
-// >= -1. This is not checked either, because other projects pass other values. It also allows
-// smaller heads, which the emulator does not.
+// >= -1. This is not checked either, because other projects pass other values. The document also
+// allows smaller heads, which the emulator refuses.
 OP(aclnnChunkGatedDeltaRule,
    [](Tensor query, Tensor key, Tensor value, Tensor beta, Tensor initial, Tensor lengths,
       OptTensor g, float scale, Tensor out, Tensor final) -> TimedTask {

@@ -3,7 +3,7 @@ and tokens.
 
     python tests/emulator/scripts/decode_step.py [batch ...]
 
-Prints the milliseconds of a replay in which attention lengths are updated, and of one without
+Prints the milliseconds of a replay in which attention lengths are updated, and of a replay without
 updates.
 """
 
@@ -91,8 +91,8 @@ class Model:
 
 
 def fast_ms(action, count: int = 60) -> float:
-    """Return the 10th percentile of the times of ``count`` actions, in milliseconds. It is close to
-    the true time even on a busy machine.
+    """Return the 10th percentile of the times of ``count`` actions, in milliseconds. This
+    percentile is close to the true time even on a busy machine.
     """
     times = []
     for _ in range(count):

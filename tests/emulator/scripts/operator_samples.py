@@ -2,9 +2,9 @@
 verdict per line.
 
 Arguments: the largest number of samples for each operator and type, then the names of operators. A
-verdict is "VERDICT" and a JSON list: name, type, number of samples with equal results, names of
-those that refused samples (CANN's operators, or torch_npu), and errors. If an operator stops the
-device, the script ends. The caller then starts the script again with the next operator.
+verdict is "VERDICT" and a JSON list: name, type, number of samples with equal results, what refused
+samples (the names of CANN's operators, or torch_npu), and errors. If an operator stops the device,
+the script ends. The caller then starts the script again with the next operator.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""CANN's accounting of streams: the number of streams that the lanes of a bucket's graphs need. It
-depends on the kind of graph and on the communication domains.
+"""CANN's accounting of streams: the number of streams that the lanes of a bucket's graphs need.
+This number depends on the kind of graph and on the communication domains.
 """
 
 from __future__ import annotations

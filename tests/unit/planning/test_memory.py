@@ -1,5 +1,5 @@
-"""The plan lists the parts of a rank's memory. They are compared with published sizes of models and
-with documented sizes of buffers. Plans that do not fit are refused.
+"""The plan lists the parts of a rank's memory. These parts are compared with published sizes of
+models and with documented sizes of buffers. Plans that do not fit are refused.
 """
 
 from __future__ import annotations

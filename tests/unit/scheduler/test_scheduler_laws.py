@@ -173,8 +173,8 @@ def exchange_without_loss(num_tokens: int) -> ExchangeKind:
 
 
 def counted_blocks(plan: StepPlan, records: np.ndarray) -> int:
-    """Return the number of blocks that attention counts for a rank. It sums the blocks of all
-    requests by their lengths, including padding.
+    """Return the number of blocks that attention counts for a rank. For each request, padding
+    included, it counts the blocks that a request of this length needs.
     """
     kv_lens = records[:, 1] + records[:, 2]
     lens = kv_lens.tolist()
@@ -374,7 +374,8 @@ class World:
         assert orders == sorted(orders)
 
     def check_exact_plan(self, plan: StepPlan) -> None:
-        """Check that the step's shape, in which a request runs, does not depend on other requests.
+        """Check that the shape of the step in which a request runs does not depend on other
+        requests.
 
         A step runs a chunk of one prompt, or one token of each request whose prompt is computed.
         """

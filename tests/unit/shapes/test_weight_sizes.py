@@ -60,8 +60,8 @@ def test_qwen3_has_235_billion_parameters() -> None:
 def test_other_families_have_the_published_numbers_of_parameters(
     shape: str, billions: float, tolerance: float
 ) -> None:
-    # All elements have four bytes here, so that those that are always float32 count like the
-    # others.
+    # All elements have four bytes here, so that elements that are always float32 count like all
+    # other elements.
     assert elements(shape, element_bytes=4) / 4e9 == pytest.approx(billions, rel=tolerance)
 
 

@@ -36,8 +36,8 @@ def rows(config: Config, load: LoadOptions) -> dict[str, dict]:
 def test_shared_beginnings_are_found_in_caches_more_often_than_by_counting_requests(
     checkpoint: Path,
 ) -> None:
-    """All shared beginnings together need 192 blocks. They fit in the caches of three groups, but
-    not in one.
+    """All shared beginnings together need 192 blocks. These blocks fit in the caches of three
+    groups, but not in the cache of one group.
     """
     found = rows(four_groups(checkpoint), options())
 
