@@ -35,7 +35,7 @@ from benchmarks.serve import cpu_seconds
 from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.local_steps import LocalPeers, SocketFile
 from dist_aclgraph.actors.wire.remote_steps import Endpoints, RemotePeers
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.steps.step import (
     RankBatch,
     Shutdown,

@@ -14,7 +14,7 @@ import sys
 from dist_aclgraph.actors.wire.addresses import Endpoint
 from dist_aclgraph.actors.wire.local_steps import LocalEngine, SocketFile
 from dist_aclgraph.actors.wire.remote_steps import Endpoints, RemoteEngine
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.steps.step import RankPlan, StepResult, encoder, to_worker_decoder
 
 BATCH = 32

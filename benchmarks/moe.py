@@ -39,8 +39,8 @@ from benchmarks.workload import (
     step_ms,
 )
 from dist_aclgraph.config import ExchangeSetting, GraphMode
+from dist_aclgraph.files.shipped import shipped
 from dist_aclgraph.planning.buckets import asked_sizes
-from dist_aclgraph.shipped import shipped
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 MODEL = shipped("models/tiny-deepseek")

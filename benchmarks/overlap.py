@@ -24,7 +24,7 @@ from benchmarks.command import numbers, report_bench, run_command
 from benchmarks.engine import DecodeEngine
 from benchmarks.overlap_report import draw, report
 from benchmarks.turns import ray_for, show_start
-from dist_aclgraph.shipped import shipped
+from dist_aclgraph.files.shipped import shipped
 
 PROMPT_LEN, WARM_UP = 128, 24
 NO_UPDATES = "FULL_DECODE_ONLY without updates"

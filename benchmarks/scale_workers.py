@@ -18,7 +18,7 @@ import zmq
 from dist_aclgraph.actors.wire.local_steps import LocalEngine, SocketFile
 from dist_aclgraph.actors.wire.remote_steps import TOPIC, Endpoints
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress
-from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.arrays.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.step import RankPlan, StepResult, encoder, to_worker_decoder
 
 TOKEN = 11  # the token that every request gets in every step

@@ -35,7 +35,7 @@ from benchmarks.serve_on_ray import ray_serve
 from benchmarks.serve_servers import Server, floor, pid_of, plain, spawn
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.shipped import shipped
+from dist_aclgraph.files.shipped import shipped
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 TEXT = "The device never waits for the host, and tokens never wait for their readers. "

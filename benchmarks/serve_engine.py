@@ -13,7 +13,7 @@ from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.wire.addresses import Address, Place, Reach
 from dist_aclgraph.actors.wire.client_links import ClientLink, ClientLinks
 from dist_aclgraph.actors.wire.messages import Submit
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.steps.delta import Note, StepDeltas
 
 NODE, TOKEN = "node", "a-token-of-this-bench"

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.errors import DistAclGraphError, EngineDeadError
-from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.context.prompt_split import Piece, PromptSplit
 from dist_aclgraph.context.shards import Shards
-from dist_aclgraph.ints import IntArray
 
 # Maximum number of KV tokens of a chunk. It limits the memory of the gathered keys and values.
 MAX_CHUNK_TOKENS = 8192

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.prompt_parts import (
     MAX_CHUNK_TOKENS,
@@ -23,7 +24,6 @@ from dist_aclgraph.context.shards import FOREIGN_SLOT
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.upload import upload_arrays
 from dist_aclgraph.graphs.device_step import DeviceStep
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.layers.attention import (
     AttentionMetadata,
     AttentionTasks,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dist_aclgraph.arrays.ints import IntArray, unpack_ints
 from dist_aclgraph.context.state_slots import StateSlots
 from dist_aclgraph.engine.block_copier import BlockCopier, FileName
-from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.kv.block_pool import HASH_BYTES
 from dist_aclgraph.steps.copies import CopyJob
 

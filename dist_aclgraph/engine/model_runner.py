@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray, unpack_ints
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
@@ -49,7 +50,6 @@ from dist_aclgraph.engine.steps_in_flight import Flight, Sampled, StepsInFlight
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graphs.pieces import CapturedPieces
 from dist_aclgraph.graphs.step_buffers import StepBuffers
-from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.kv.tiers import KVTiers
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.segments import run_directly

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray, pack_ints
 from dist_aclgraph.device.npu import translated
 from dist_aclgraph.device.step_measures import DeviceCounts, ReplaySpan, Stopwatch
 from dist_aclgraph.engine.embeddings import ComingEmbeddings
@@ -21,7 +22,6 @@ from dist_aclgraph.engine.prompt_report import ComingPrompt
 from dist_aclgraph.engine.replays import Replays
 from dist_aclgraph.engine.step_output import ComingOutput, HostOutput, SpecialPlaces, StepOutput
 from dist_aclgraph.graphs.step_buffers import StepBuffers
-from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RankPlan, StepResult
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from dist_aclgraph.actors.capture.graph_changes import GraphChanges
 from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
+from dist_aclgraph.arrays.ints import INT_BYTES, IntArray, pack_ints
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.ints import INT_BYTES, IntArray, pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import make_checkpoints
 from dist_aclgraph.kv.look_ups import LookUps

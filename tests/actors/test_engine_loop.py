@@ -14,8 +14,8 @@ import pytest
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.engine.engine_loop import MEAN_FROM
 from dist_aclgraph.actors.wire.messages import Abort, Deltas, encoder
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.errors import DeviceFaultError, EngineDeadError
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.copies import BlockCopyJobs
 from dist_aclgraph.steps.delta import RequestDelta

@@ -27,9 +27,9 @@ from dist_aclgraph.actors.wire.block_server import (
     tiers_of,
 )
 from dist_aclgraph.actors.worker.node_files import NodeFiles, NodeFilesSettings
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import PlacementError
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_files import BLOCK_AGE_S
 from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.kv.look_ups import FetchBlocks

@@ -13,8 +13,8 @@ from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.host.liveness import Silence
 from dist_aclgraph.actors.wire.client_links import ClientLink
 from dist_aclgraph.actors.wire.messages import Deltas, encoder, from_engine_decoder
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.errors import NotAMessageError
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.steps.delta import Note, RequestDelta, StepDeltas

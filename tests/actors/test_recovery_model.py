@@ -19,9 +19,9 @@ from dist_aclgraph.actors.client.token_log import OpenRequest
 from dist_aclgraph.actors.controller.serving_groups import ServingGroups
 from dist_aclgraph.actors.controller.state import State, advance
 from dist_aclgraph.actors.controller.upkeep import Upkeep
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import PlacementError, WorkerLostError
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.planning.restarts import HOUR_S, LONGEST_PAUSE_S
 from dist_aclgraph.planning.way_back import SOUND_S
 from dist_aclgraph.sampling import SamplingParams

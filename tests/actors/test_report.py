@@ -11,7 +11,7 @@ from dist_aclgraph.actors.controller import controller
 from dist_aclgraph.actors.controller.controller import Controller
 from dist_aclgraph.actors.controller.term import Term
 from dist_aclgraph.config import make_config
-from dist_aclgraph.shipped import shipped
+from dist_aclgraph.files.shipped import shipped
 
 
 def test_a_group_that_comes_while_engines_are_asked_is_not_reported_half(

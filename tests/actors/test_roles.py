@@ -18,8 +18,8 @@ from dist_aclgraph.actors.controller.serving_groups import ServingGroups
 from dist_aclgraph.actors.engine.hand_overs import HandOvers
 from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.wire.messages import Deltas, Submit
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.config import make_config
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.request import Request, row_sampling

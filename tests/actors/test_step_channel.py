@@ -12,13 +12,13 @@ import zmq
 
 from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.step_channel import StepReceiver, StepSender
+from dist_aclgraph.arrays.ints import pack_ints, unpack_ints
 from dist_aclgraph.errors import (
     DeviceFaultError,
     EngineDeadError,
     WorkerLostError,
     WorkerStartTimeoutError,
 )
-from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.copies import CopiedBlocks
 from dist_aclgraph.steps.step import (
     RankBatch,

@@ -28,8 +28,9 @@ from dist_aclgraph.actors.worker.step_recorder import (
     read_recording,
 )
 from dist_aclgraph.actors.worker.stopped_ranks import explain_stop, status_of
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.cli.explain import read_groups
-from dist_aclgraph.collective_place import (
+from dist_aclgraph.comm.collective_place import (
     AFTER,
     BEFORE,
     EMBEDDING,
@@ -38,7 +39,6 @@ from dist_aclgraph.collective_place import (
     CollectivePlace,
 )
 from dist_aclgraph.errors import DeviceError, EngineDeadError
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.planning.commands import GraphCommand
 from dist_aclgraph.steps.step import RankBatch, RankPlan, StepSize
 from tests.plans import decode_graph

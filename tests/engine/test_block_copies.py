@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.block_copier import BlockCopier
 from dist_aclgraph.engine.model_runner import ModelRunner
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_files import BlockFiles
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import Checkpoints

@@ -14,8 +14,8 @@ import pytest
 import tokenizers
 import torch
 
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.engine.model_runner import ModelRunner
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.step import RankBatch, RankPlan
 from tests.checkpoints import add_next_token_module, make_reference

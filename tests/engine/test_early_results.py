@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from dist_aclgraph.arrays.ints import pack_ints, unpack_ints
 from dist_aclgraph.graphs.captured_graph import CapturedGraph
-from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.step import RankBatch, RankPlan, RowStart, StepResult
 from tests.engine.runners import GREEDY, make_runner, run_step
 from tests.plans import make_plan

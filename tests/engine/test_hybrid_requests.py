@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.engine.model_runner import ModelRunner
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.layers.state_metadata import StateMetadata
 from dist_aclgraph.steps.host_step import HostStep
 from tests.checkpoints import make_prompts

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.engine.model_runner import ModelRunner
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.step import RankBatch
 from tests.checkpoints import make_prompts
 from tests.engine.runners import Sequences, make_runner

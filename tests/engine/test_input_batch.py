@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.arrays.ints import pack_ints, unpack_ints
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.engine.input_batch import InputBatch
-from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.step import RankBatch, RowSampling, RowStart
 
 ROWS, MAX_LEN, BLOCK, VOCAB = 4, 64, 16, 100

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.device import emulator
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.errors import ReplayMismatchError
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.step import RankBatch, RankPlan, StepResult
 from tests.checkpoints import make_prompts

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dist_aclgraph.arrays.ints import pack_ints, unpack_ints
 from dist_aclgraph.engine.sampling.race_noise import RaceNoise
 from dist_aclgraph.engine.sampling.sampler import LOGPROBS_WIDTH, choose_tokens, queue_logprobs
 from dist_aclgraph.engine.sampling.sampling_places import send_places
 from dist_aclgraph.engine.sampling.sampling_table import SamplingTable
 from dist_aclgraph.engine.sampling.token_counts import TokenCounts
-from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.step import RowSampling
 
 VOCAB = 24

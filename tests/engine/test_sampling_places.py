@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.arrays.ints import IntArray, pack_ints, unpack_ints
 from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.sampling.sampling_places import KnownPlaces
 from dist_aclgraph.engine.sampling.sampling_table import SamplingTable
 from dist_aclgraph.engine.step_output import ComingOutput, StepOutput
-from dist_aclgraph.ints import IntArray, pack_ints, unpack_ints
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RankBatch, RowSampling
 from tests.engine.test_going_on import LATEST, MAX_LEN, PLACES, ROWS, VOCAB, Group

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.kv.checkpoints import Checkpoints
 from tests.checkpoints import make_prompts
 from tests.engine.runners import FLOAT32, Sequences, make_runner

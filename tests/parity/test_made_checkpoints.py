@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.planning.planner import Planner
 from tests.checkpoints import logprobs
 from tests.deployments import Answer, greedy_params, make_deployment_config

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 from tests.checkpoints import (
     FAMILIES,
     add_next_token_module,

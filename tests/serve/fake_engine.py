@@ -31,7 +31,7 @@ from dist_aclgraph.actors.wire.messages import (
     encoder,
     to_engine_decoder,
 )
-from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.arrays.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.delta import FinishReason, Note, StepDeltas
 from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 
 BODIES = Path(__file__).parent / "bodies"
 RESULTS = {

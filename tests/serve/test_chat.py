@@ -9,9 +9,9 @@ import msgspec
 import openai
 import pytest
 
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import InvalidParameterError
-from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.types import ChatRequest, TokenizeRequest

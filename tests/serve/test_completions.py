@@ -6,7 +6,7 @@ import httpx
 import numpy as np
 import pytest
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.sampling import MAX_BIASES
 from dist_aclgraph.serve.openai import state
 from tests.serve.test_errors import assert_error

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.serve.pooling.portions import PORTION
 from dist_aclgraph.serve.pooling.types import MAX_INPUTS
 from tests.serve.conftest import serving

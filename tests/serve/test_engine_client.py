@@ -9,8 +9,8 @@ import pytest
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint
 from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList, error_of
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.errors import EngineDeadError, InvalidParameterError
-from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
 from tests.serve.conftest import WAIT_S, until

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.text.infill import FORMS, markers_of
 from tests.serve.conftest import CONFIG, serving
 from tests.serve.test_errors import assert_error

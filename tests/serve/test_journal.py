@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.serve.openai.body import BodyBudget
 from dist_aclgraph.serve.resume.journal import (
     JOURNAL,

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.config import ServeConfig
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.serve.http.front import Front
 from dist_aclgraph.serve.http.server import HttpServer, listen
 from dist_aclgraph.serve.resume.counters import read_counters

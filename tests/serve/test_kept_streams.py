@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_aclgraph.ints import INT_BYTES
+from dist_aclgraph.arrays.ints import INT_BYTES
 from dist_aclgraph.serve.resume.record import MAX_LOSSES
 from tests import laws
 from tests.serve.conftest import until

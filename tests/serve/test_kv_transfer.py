@@ -16,7 +16,7 @@ from dist_aclgraph.actors.wire.addresses import Address, Endpoint, PeerKeys
 from dist_aclgraph.actors.wire.block_server import BlockSource
 from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
 from dist_aclgraph.actors.wire.peers import TICKET_S, PeersKey
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.kv.group_files import Holders
 from dist_aclgraph.kv.tiers import CachePlace
 from dist_aclgraph.logs import FIELDS, SELDOM_S, SeldomEvent

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pydantic
 import pytest
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.serve.anthropic.messages import usage_of
 from dist_aclgraph.serve.http.access import Access
 from dist_aclgraph.serve.http.api_keys import ApiKey, ApiKeys

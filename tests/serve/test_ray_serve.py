@@ -100,7 +100,7 @@ import os, secrets
 from ray import serve
 from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
 from dist_aclgraph.actors.client.outage import Outlook
-from dist_aclgraph.ints import INT_BYTES
+from dist_aclgraph.arrays.ints import INT_BYTES
 from dist_aclgraph.serve.app import make_app
 from tests.serve.fake_engine import FakeEngine
 

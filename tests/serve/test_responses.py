@@ -8,7 +8,7 @@ import openai
 import pydantic
 import pytest
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 from tests.serve.conftest import serving
 from tests.serve.test_errors import assert_error
 from tests.serve.test_hostile_bodies import filled

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.client.token_log import OpenRequest
 from dist_aclgraph.actors.wire.messages import Submit, error_of
+from dist_aclgraph.arrays.ints import INT_BYTES, pack_ints, unpack_ints
 from dist_aclgraph.errors import EngineDeadError
-from dist_aclgraph.ints import INT_BYTES, pack_ints, unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import Request, row_sampling
 from dist_aclgraph.steps.delta import RequestDelta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.serve.pooling.types import MAX_INPUTS
 from dist_aclgraph.text.rerank import RerankPrompts
 from tests.serve.conftest import serving

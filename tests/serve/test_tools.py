@@ -8,7 +8,7 @@ import openai
 import pytest
 from msgspec import Raw
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.serve.openai.tools import read_tools
 from tests.serve.test_errors import assert_error
 from tests.serve.tooled import MODEL

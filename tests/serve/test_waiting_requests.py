@@ -14,8 +14,8 @@ import pytest
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.client.outage import Outlook, Recovery
 from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList, error_of
+from dist_aclgraph.arrays.ints import INT_BYTES
 from dist_aclgraph.errors import EngineDeadError, EngineUnavailableError
-from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
 from tests.serve.conftest import WAIT_S, until

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.openai.logprobs import chat_logprobs, completion_logprobs
 from dist_aclgraph.steps.step import RowLogprobs

@@ -16,7 +16,7 @@ import pytest
 
 from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import MissingPackageError
-from dist_aclgraph.hub import with_local_model
+from dist_aclgraph.files.hub import with_local_model
 from tests.unit.hub_server import TOKEN, Hub, running
 
 NAME = "private/tiny"
@@ -47,7 +47,7 @@ CODE = """
 import json, sys
 from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import ModelError
-from dist_aclgraph.hub import with_local_model
+from dist_aclgraph.files.hub import with_local_model
 found = []
 for keys, weights in json.loads(sys.argv[1]):
     try:

@@ -19,7 +19,8 @@ PACKAGE = Path(dist_aclgraph.__file__).parent
 NAME = "dist_aclgraph"
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
-TOP, CONFIG = "(top)", "config"  # names in the layer table
+TOP = "(top)"  # the row of the layer table for the files beside the folders, and for OF_TOP
+OF_TOP = ("config", "arrays", "files")
 ROOT = PACKAGE.parent
 BESIDE = ("benchmarks", "tools")  # folders outside the package, which are not shipped with it
 
@@ -82,7 +83,7 @@ def folder_of(name: str) -> str:
     first, second = [*name.split("."), ""][:2]
     if f"{first}/{second}" in LAYERS:
         return f"{first}/{second}"
-    is_folder = first in BESIDE or (first != CONFIG and (PACKAGE / first).is_dir())
+    is_folder = first in BESIDE or (first not in OF_TOP and (PACKAGE / first).is_dir())
     return first if is_folder else TOP
 
 

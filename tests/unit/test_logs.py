@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.config import LoggingConfig, make_config
-from dist_aclgraph.log_folder import KEPT_FILES, LOCK, file_name, open_folder, with_log_folder
+from dist_aclgraph.files.log_folder import KEPT_FILES, LOCK, file_name, open_folder, with_log_folder
 from dist_aclgraph.logs import ACCESS, PACKAGE, ProcessLog, Role, event, logged
 
 source = logging.getLogger(f"{PACKAGE}.some.module")

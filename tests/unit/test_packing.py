@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.packing import ALIGNMENT, pack_parts
+from dist_aclgraph.arrays.packing import ALIGNMENT, pack_parts
 
 
 @given(st.lists(st.integers(0, 1000), max_size=8))

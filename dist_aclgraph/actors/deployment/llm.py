@@ -44,7 +44,7 @@ from dist_aclgraph.errors import (
     InvalidParameterError,
     RequestTooLongError,
 )
-from dist_aclgraph.hub import with_local_model
+from dist_aclgraph.files.hub import with_local_model
 from dist_aclgraph.sampling import (
     SamplingParams,
     check_truncation,
@@ -89,7 +89,7 @@ class LLM:
         overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``; stronger than ``options``.
         start: a function that starts the deployment, by default on Ray.
         options: options of vLLM, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; see the
-            list in ``vllm_options.py``.
+            list in ``config/vllm_options.py``.
 
     Raises:
         ConfigError: our configuration has no such option, or a value is not allowed.

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dist_aclgraph.actors.host import processes
-from dist_aclgraph.collective_place import NUM_STEPS, CollectivePlace
+from dist_aclgraph.arrays.ints import unpack_ints
+from dist_aclgraph.comm.collective_place import NUM_STEPS, CollectivePlace
 from dist_aclgraph.config import Config
-from dist_aclgraph.ints import unpack_ints
-from dist_aclgraph.log_folder import last_change_s, open_folder
+from dist_aclgraph.files.log_folder import last_change_s, open_folder
 from dist_aclgraph.planning.commands import GraphCommand
 from dist_aclgraph.steps.step import RankPlan
 

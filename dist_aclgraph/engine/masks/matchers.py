@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.masks.grammar_row import NO_MATCH, NotReadyError, Row, allow
 from dist_aclgraph.engine.masks.grammars import Grammars
@@ -28,7 +29,6 @@ from dist_aclgraph.engine.masks.permitted import ALL, BITS, FORBIDS_ALL, Permitt
 from dist_aclgraph.engine.masks.slow_row import PATIENCE_S, SlowRow
 from dist_aclgraph.engine.sampling.sampling_places import StepPlaces
 from dist_aclgraph.engine.sampling.token_counts import ToDevice
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RowSampling
 from dist_aclgraph.text.grammar_errors import TOO_MANY_STATES

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.errors import InvalidParameterError
-from dist_aclgraph.ints import IntArray
 
 
 def check_token_ids(ids: Sequence[int] | IntArray, vocab_size: int, param: str) -> None:

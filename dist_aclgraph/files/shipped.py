@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 INSIDE = PACKAGE / "shipped"  # the folder of a wheel to which setup.py copies these files
 
 
