@@ -22,9 +22,9 @@ import numpy as np
 import typer
 from rich.progress import Progress
 
-from benchmarks.command import report_bench, run_command
-from benchmarks.one_rank import OneRank
-from benchmarks.report import Report, Table
+from benchmarks.common.command import report_bench, run_command
+from benchmarks.common.one_rank import OneRank
+from benchmarks.common.report import Report, Table
 from benchmarks.step import NOTE, NUM_BLOCKS, make_rank, make_scheduler, measure
 from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.config import Config

@@ -27,10 +27,10 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from benchmarks import messages_worker
-from benchmarks.command import numbers, report_bench, run_command
-from benchmarks.messages_floor import BarePeers
-from benchmarks.report import Report, draw_bars, make_table, sheet
+from benchmarks.common.command import numbers, report_bench, run_command
+from benchmarks.common.report import Report, draw_bars, make_table, sheet
+from benchmarks.processes import messages_worker
+from benchmarks.processes.messages_floor import BarePeers
 from benchmarks.serve import cpu_seconds
 from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.local_steps import LocalPeers, SocketFile

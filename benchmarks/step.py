@@ -18,10 +18,10 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.checkpoints import Shape, write_checkpoint
-from benchmarks.command import numbers, report_bench, run_command
-from benchmarks.one_rank import OneRank
-from benchmarks.report import Report, Table
+from benchmarks.common.checkpoints import Shape, write_checkpoint
+from benchmarks.common.command import numbers, report_bench, run_command
+from benchmarks.common.one_rank import OneRank
+from benchmarks.common.report import Report, Table
 from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.device.npu import Npu

@@ -32,9 +32,9 @@ import numpy as np
 import tokenizers
 import typer
 
-from benchmarks.command import numbers, report_bench, run_command
+from benchmarks.common.command import numbers, report_bench, run_command
+from benchmarks.common.report import Report, Table
 from benchmarks.overlap import MEMORY_MB, dense_deepseek, qwen3
-from benchmarks.report import Report, Table
 from benchmarks.step import make_rank, make_scheduler, run_steps
 from benchmarks.structured_text import measure_text, text_table
 from dist_aclgraph.arrays.ints import IntArray
