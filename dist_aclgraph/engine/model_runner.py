@@ -46,7 +46,7 @@ from dist_aclgraph.engine.step_output import (
     SpecialPlaces,
     StepOutput,
 )
-from dist_aclgraph.engine.steps_in_flight import Flight, Sampled, StepsInFlight
+from dist_aclgraph.engine.steps_in_flight import QueuedStep, Sampled, StepsInFlight
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graphs.pieces import CapturedPieces
 from dist_aclgraph.graphs.step_buffers import StepBuffers
@@ -435,7 +435,7 @@ class ModelRunner:
         inputs: HostStep,
         land: Callable[[], IntArray],
         answer: Callable[[str], None],
-    ) -> Flight:
+    ) -> QueuedStep:
         """Queue the decoder, sampling and drafts."""
         if plan.graph is None:
             return self._run_mixed(plan, rank, inputs, None, land, partial(answer, "forward"))
@@ -493,7 +493,7 @@ class ModelRunner:
         captured: Captured | None,
         land: Callable[[], IntArray],
         answer: Callable[[], None],
-    ) -> Flight:
+    ) -> QueuedStep:
         """Run any mixture of requests. ``MixedWork`` runs the decoder; all other work is eager.
 
         Args:

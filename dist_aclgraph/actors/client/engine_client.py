@@ -41,11 +41,11 @@ from dist_aclgraph.actors.wire.engine_link import (
 )
 from dist_aclgraph.actors.wire.messages import (
     Abort,
-    Answer,
     Deltas,
     Goodbye,
     GroupList,
     Hello,
+    QueryAnswer,
     QueryKind,
     Submit,
     ToEngine,
@@ -447,7 +447,7 @@ class EngineClient:
             return
         try:
             for message in engine.link.receive():
-                if isinstance(message, Answer):
+                if isinstance(message, QueryAnswer):
                     self._queries.answer(engine, message)
                 elif isinstance(message, GroupList):
                     self._adopt(message)

@@ -284,7 +284,7 @@ class DevicePlace:
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedSteps:
     """What a rank has recorded.
 
     Attributes:
@@ -309,7 +309,7 @@ class Recording:
     place: DevicePlace | None = None
 
 
-def read_recording(path: Path) -> Recording:
+def read_recording(path: Path) -> RecordedSteps:
     """Read a rank's file.
 
     Raises:
@@ -327,7 +327,7 @@ def read_recording(path: Path) -> Recording:
     ]
     steps = tuple(_read_step(data, at) for at in places)
     words = data[WORDS_AT : WORDS_AT + MAX_WORDS_BYTES].rstrip(b"\0").decode(errors="replace")
-    return Recording(
+    return RecordedSteps(
         host.rstrip(b"\0").decode(errors="replace"),
         pid,
         rank,

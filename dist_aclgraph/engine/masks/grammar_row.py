@@ -23,7 +23,7 @@ class NotReadyError(Exception):
     """The next mask is not computed yet, or the row's grammar is not compiled yet."""
 
 
-class Row:
+class GrammarRow:
     """The state of one row that has a grammar, or a maximum number of reasoning tokens.
 
     Attributes:

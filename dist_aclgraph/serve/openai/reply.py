@@ -35,7 +35,7 @@ _json = msgspec.json.Encoder()
 CLIENT_GONE = 499  # a status for logs only: the client has disconnected
 
 
-class Shape(ABC):
+class ReplyShape(ABC):
     """Converts pieces of text to the reply of one endpoint.
 
     Attributes:
@@ -65,7 +65,7 @@ class Shape(ABC):
         return sse.error_frame(error)
 
 
-class Reply(Shape):
+class Reply(ReplyShape):
     """A reply that consists of choices, and whose stream ends with [DONE].
 
     Args:
@@ -119,7 +119,7 @@ class Reply(Shape):
 
 
 async def reply(
-    request: Request, generation: Generation, shape: Shape, *, stream: bool
+    request: Request, generation: Generation, shape: ReplyShape, *, stream: bool
 ) -> Response:
     """Run a generation and answer the request with its text.
 
@@ -216,7 +216,7 @@ class _Frames:
     frame.
     """
 
-    def __init__(self, shape: Shape, generation: Generation) -> None:
+    def __init__(self, shape: ReplyShape, generation: Generation) -> None:
         self.outlet = sse.Outlet()
         self._shape = shape
         self._generation = generation

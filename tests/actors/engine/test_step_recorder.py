@@ -22,7 +22,7 @@ from dist_aclgraph.actors.worker.step_recorder import (
     KEPT_FILES,
     NUM_STEPS,
     FileRecorder,
-    Recording,
+    RecordedSteps,
     batch_digest_of,
     digest_of,
     read_recording,
@@ -81,7 +81,7 @@ class Rank:
         return self
 
     @property
-    def recording(self) -> Recording:
+    def recording(self) -> RecordedSteps:
         return read_recording(self._path)
 
 

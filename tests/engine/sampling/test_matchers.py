@@ -291,13 +291,13 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, mask_s: float) -> None:
         self.num_masks = 0
-        fill = grammar_row.Row.fill
+        fill = grammar_row.GrammarRow.fill
 
-        def count(row: grammar_row.Row, words: np.ndarray) -> None:
+        def count(row: grammar_row.GrammarRow, words: np.ndarray) -> None:
             self.num_masks += 1
             fill(row, words)
 
-        monkeypatch.setattr(grammar_row.Row, "fill", count)
+        monkeypatch.setattr(grammar_row.GrammarRow, "fill", count)
         monkeypatch.setattr(time, "thread_time", lambda: mask_s * self.num_masks)
 
 

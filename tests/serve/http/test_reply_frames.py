@@ -10,13 +10,13 @@ import pytest
 
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.serve.openai.generation import ChoicePiece
-from dist_aclgraph.serve.openai.reply import Shape, _Frames
+from dist_aclgraph.serve.openai.reply import ReplyShape, _Frames
 from dist_aclgraph.steps.step import PromptLogprobs
 
 REPORT = (PromptLogprobs(0, 1, b"", b"", b""),)
 
 
-class Texts(Shape):
+class Texts(ReplyShape):
     """Makes one frame of each text. A frame with a report is made only after ``is_free`` is set."""
 
     shows_usage_so_far = True
