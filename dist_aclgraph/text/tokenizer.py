@@ -224,6 +224,12 @@ class Tokenizer:
             return text[: end.start()]
         return text
 
+    def whole_text(self, token_id: int) -> str | None:
+        """Return the text that a token always adds after whole characters; None if this text may
+        depend on other tokens.
+        """
+        return None if self._cleans_up else self.token_bytes.whole_text(token_id)
+
     def own_text(self, token_id: int) -> str:
         """Return the text that a token adds in the middle of a text."""
         return self.token_bytes[token_id].decode(errors="replace")

@@ -82,6 +82,17 @@ def test_bytes_at_the_end_of_a_prompt_become_a_character_or_stay_its_own(kind, n
     assert "".join(map(detokenizer.feed, output)) + detokenizer.finish() == text
 
 
+def test_bytes_at_the_end_of_a_prompt_do_not_remove_a_later_replacement_character():
+    ours, _ = both("byte-level")
+    half = ours.encode("🦊")[:1]
+    detokenizer = Detokenizer(ours, [*ours.encode("a"), *half])
+    output = [*ours.encode("b"), *half]
+
+    pieces = [*map(detokenizer.feed, output), detokenizer.finish()]
+
+    assert "".join(pieces) == "b\ufffd"
+
+
 @pytest.mark.parametrize("kind", ["byte-level", "split byte-level", "byte fallback", "metaspace"])
 @pytest.mark.parametrize("prompt", ["1 + 1 =", "</s>the fox\n<s>", "größe 🦊"])
 def test_texts_of_the_tokens_of_a_prompt_join_to_the_prompt(kind, prompt):
