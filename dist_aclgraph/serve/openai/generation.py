@@ -334,8 +334,10 @@ class Generation:
 
         All pieces of a prompt wait until the prompt's log-probabilities have arrived.
         """
+        if self.num_choices == 1:
+            return [piece]
         prompt, place = divmod(piece.index, self.num_choices)
-        if self.params[prompt].prompt_logprobs is None or self.num_choices == 1:
+        if self.params[prompt].prompt_logprobs is None:
             return [piece]
         if not place:  # the log-probabilities come with the first choice's first piece
             self._reports.setdefault(prompt, piece.prompt_logprobs)

@@ -228,15 +228,14 @@ class _Frames:
 
     def add_piece(self, piece: ChoicePiece) -> None:
         usage = self._generation.usage if self._shape.shows_usage_so_far else None
-        make = partial(self._shape.frames, usage, piece)
-        if self._making is not None:
-            self._later.append(make)
-        elif piece.prompt_logprobs:
-            self._later.append(make)
+        if self._making is None and not piece.prompt_logprobs:
+            self.outlet.put(self._shape.frames(usage, piece))
+            if not self._is_begun:
+                self._begin(None)
+            return
+        self._later.append(partial(self._shape.frames, usage, piece))
+        if self._making is None:
             self._making = asyncio.get_running_loop().create_task(self._make_later())
-        else:
-            self.outlet.put(make())
-            self._begin(None)
 
     def finish(self, error: Exception | None) -> None:
         """Send the stream's end; after a failure, send one error frame and no [DONE]."""

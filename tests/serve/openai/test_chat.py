@@ -279,15 +279,15 @@ def test_a_client_that_leaves_frees_the_engine(service, stream):
 
 def test_a_bug_in_mid_stream_is_an_error_frame_that_gives_nothing_away(own_service):
     tokenizer = own_service.state.tokenizer
-    whole, decoded = tokenizer.text_of, []
+    whole, seen = tokenizer.whole_text, []
 
-    def breaking(ids, **options):
-        decoded.append(ids)
-        if len(decoded) > 2:  # the first two calls decode the end of the prompt, and one token
+    def breaking(token_id):
+        seen.append(token_id)
+        if len(seen) > 1:
             raise ZeroDivisionError("secret")
-        return whole(ids, **options)
+        return whole(token_id)
 
-    tokenizer.text_of = breaking
+    tokenizer.whole_text = breaking
     own_service.engine.reply = lambda submit: [70] * submit.max_tokens
 
     body = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 1000}
