@@ -21,12 +21,11 @@ import torch
 import typer
 from rich.progress import Progress
 
-from benchmarks.checkpoints import LatentShape, write_checkpoint
-from benchmarks.command import numbers, report_bench, run_command
-from benchmarks.context_report import draw, report
-from benchmarks.engine import DecodeEngine
-from benchmarks.turns import Turns, ray_for, show_start, take_turns
-from benchmarks.workload import (
+from benchmarks.common.checkpoints import LatentShape, write_checkpoint
+from benchmarks.common.command import numbers, report_bench, run_command
+from benchmarks.common.engine import DecodeEngine
+from benchmarks.common.turns import Turns, ray_for, show_start, take_turns
+from benchmarks.common.workload import (
     Run,
     decode_workload,
     median_stages,
@@ -35,6 +34,7 @@ from benchmarks.workload import (
     run_workload,
     step_ms,
 )
+from benchmarks.reports.context_report import draw, report
 from dist_aclgraph.context.prompt_split import PromptSplit, share_of_work
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.shapes.model_facts import read_model_facts

@@ -22,12 +22,12 @@ import torch
 import typer
 from rich.progress import Progress
 
-from benchmarks.checkpoints import Shape, write_checkpoint
-from benchmarks.command import report_bench, run_command
-from benchmarks.engine import DecodeEngine
-from benchmarks.report import Report, Table, make_table
+from benchmarks.common.checkpoints import Shape, write_checkpoint
+from benchmarks.common.command import report_bench, run_command
+from benchmarks.common.engine import DecodeEngine
+from benchmarks.common.report import Report, Table, make_table
+from benchmarks.common.workload import Run
 from benchmarks.sampling import sampling_cost, sampling_table
-from benchmarks.workload import Run
 from dist_aclgraph.device import emulator
 from dist_aclgraph.extras import require
 

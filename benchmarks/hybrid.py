@@ -22,13 +22,13 @@ import numpy as np
 import typer
 from rich.progress import Progress
 
-from benchmarks.command import report_bench, run_command
-from benchmarks.one_rank import OneRank
-from benchmarks.report import Report, Table
+from benchmarks.common.command import report_bench, run_command
+from benchmarks.common.one_rank import OneRank
+from benchmarks.common.report import Report, Table
 from benchmarks.step import NOTE, NUM_BLOCKS, make_rank, make_scheduler, measure
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.config import Config
 from dist_aclgraph.engine.model_runner import ModelRunner
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.kv.checkpoints import make_checkpoints

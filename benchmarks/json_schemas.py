@@ -20,8 +20,8 @@ import llguidance.numpy
 import numpy as np
 import typer
 
-from benchmarks.command import report_bench, run_command
-from benchmarks.report import Report, Table
+from benchmarks.common.command import report_bench, run_command
+from benchmarks.common.report import Report, Table
 from benchmarks.structured import VOCAB, write_tokenizer
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.sampling import StructuredOutputs

@@ -25,14 +25,14 @@ import typer
 from rich.progress import Progress
 
 from benchmarks import roles
-from benchmarks.checkpoints import Shape, write_checkpoint
-from benchmarks.command import numbers, report_bench, run_command
-from benchmarks.one_rank import OneRank
-from benchmarks.report import Report, Table
-from benchmarks.workload import percentile
+from benchmarks.common.checkpoints import Shape, write_checkpoint
+from benchmarks.common.command import numbers, report_bench, run_command
+from benchmarks.common.one_rank import OneRank
+from benchmarks.common.report import Report, Table
+from benchmarks.common.workload import percentile
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.config import make_config
 from dist_aclgraph.engine.model_runner import ModelRunner
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.kv.block_files import BlockFiles
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.look_ups import look_ups_of

@@ -33,9 +33,9 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks.checkpoints import Shape, write_checkpoint
-from benchmarks.command import run_command
-from benchmarks.report import Table
+from benchmarks.common.checkpoints import Shape, write_checkpoint
+from benchmarks.common.command import run_command
+from benchmarks.common.report import Table
 from benchmarks.start import start_once
 from dist_aclgraph.config import make_config
 from dist_aclgraph.planning.memory import GIB

@@ -27,15 +27,15 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from benchmarks import messages_worker
-from benchmarks.command import numbers, report_bench, run_command
-from benchmarks.messages_floor import BarePeers
-from benchmarks.report import Report, draw_bars, make_table, sheet
+from benchmarks.common.command import numbers, report_bench, run_command
+from benchmarks.common.report import Report, draw_bars, make_table, sheet
+from benchmarks.processes import messages_worker
+from benchmarks.processes.messages_floor import BarePeers
 from benchmarks.serve import cpu_seconds
 from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.local_steps import LocalPeers, SocketFile
 from dist_aclgraph.actors.wire.remote_steps import Endpoints, RemotePeers
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.steps.step import (
     RankBatch,
     Shutdown,

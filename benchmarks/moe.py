@@ -19,11 +19,11 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from benchmarks.command import report_bench, run_command
-from benchmarks.engine import DecodeEngine
-from benchmarks.moe_workload import chat_workload, mixed_chat_workload
-from benchmarks.report import Report, draw_bars, make_table, sheet
-from benchmarks.turns import (
+from benchmarks.common.command import report_bench, run_command
+from benchmarks.common.engine import DecodeEngine
+from benchmarks.common.moe_workload import chat_workload, mixed_chat_workload
+from benchmarks.common.report import Report, draw_bars, make_table, sheet
+from benchmarks.common.turns import (
     MIXED,
     Turns,
     Workloads,
@@ -33,14 +33,14 @@ from benchmarks.turns import (
     take_turns,
     workload_rows,
 )
-from benchmarks.workload import (
+from benchmarks.common.workload import (
     Run,
     ratios,
     step_ms,
 )
 from dist_aclgraph.config import ExchangeSetting, GraphMode
+from dist_aclgraph.files.shipped import shipped
 from dist_aclgraph.planning.buckets import asked_sizes
-from dist_aclgraph.shipped import shipped
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 MODEL = shipped("models/tiny-deepseek")

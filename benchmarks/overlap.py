@@ -19,12 +19,12 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from benchmarks.checkpoints import Shape
-from benchmarks.command import numbers, report_bench, run_command
-from benchmarks.engine import DecodeEngine
-from benchmarks.overlap_report import draw, report
-from benchmarks.turns import ray_for, show_start
-from dist_aclgraph.shipped import shipped
+from benchmarks.common.checkpoints import Shape
+from benchmarks.common.command import numbers, report_bench, run_command
+from benchmarks.common.engine import DecodeEngine
+from benchmarks.common.turns import ray_for, show_start
+from benchmarks.reports.overlap_report import draw, report
+from dist_aclgraph.files.shipped import shipped
 
 PROMPT_LEN, WARM_UP = 128, 24
 NO_UPDATES = "FULL_DECODE_ONLY without updates"

@@ -22,10 +22,10 @@ from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.command import run_command
+from benchmarks.common.command import run_command
+from benchmarks.common.one_rank import OneRank, has_work
+from benchmarks.common.report import Table
 from benchmarks.hybrid import EQUAL, HEADS, MODELS
-from benchmarks.one_rank import OneRank, has_work
-from benchmarks.report import Table
 from benchmarks.step import MAX_LEN, WAYS, make_rank, make_scheduler, run_steps
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator

@@ -17,11 +17,11 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from benchmarks.command import numbers, report_bench, run_command
-from benchmarks.engine import DecodeEngine
-from benchmarks.report import Report, make_table
-from benchmarks.turns import show_start
-from benchmarks.workload import decode_workload, run_workload
+from benchmarks.common.command import numbers, report_bench, run_command
+from benchmarks.common.engine import DecodeEngine
+from benchmarks.common.report import Report, make_table
+from benchmarks.common.turns import show_start
+from benchmarks.common.workload import decode_workload, run_workload
 from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.actors.host.processes import host_memory
 from dist_aclgraph.config import Config, load_config, parse_overrides

@@ -22,12 +22,12 @@ import numpy as np
 import typer
 from rich.progress import Progress
 
-from benchmarks.command import report_bench, run_command
-from benchmarks.engine import NUM_WORDS, DecodeEngine
+from benchmarks.common.command import report_bench, run_command
+from benchmarks.common.engine import NUM_WORDS, DecodeEngine
+from benchmarks.common.report import Report, Table
+from benchmarks.common.turns import ray_for
+from benchmarks.common.workload import SILENCE_S, percentile
 from benchmarks.overlap import MODELS, modelled_engine
-from benchmarks.report import Report, Table
-from benchmarks.turns import ray_for
-from benchmarks.workload import SILENCE_S, percentile
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta

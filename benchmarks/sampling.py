@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.checkpoints import Shape, write_checkpoint
-from benchmarks.engine import DecodeEngine
-from benchmarks.report import Table, make_table
+from benchmarks.common.checkpoints import Shape, write_checkpoint
+from benchmarks.common.engine import DecodeEngine
+from benchmarks.common.report import Table, make_table
 
 BATCHES = (1, 32)
 PROMPT_LEN = 128

@@ -26,9 +26,9 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.progress import Progress
 
-from benchmarks import scale_workers
-from benchmarks.command import report_bench, run_command
-from benchmarks.report import Report, make_table
+from benchmarks.common.command import report_bench, run_command
+from benchmarks.common.report import Report, make_table
+from benchmarks.processes import scale_workers
 from benchmarks.scheduler import BLOCK_SIZE, hand_out, make_scheduler
 from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.step_channel import StepSender

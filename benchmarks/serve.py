@@ -28,14 +28,14 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from benchmarks.command import numbers, report_bench, run_command
-from benchmarks.report import Report, draw_bars, make_table, sheet
-from benchmarks.serve_client import Ask, make_request, run_client
-from benchmarks.serve_on_ray import ray_serve
-from benchmarks.serve_servers import Server, floor, pid_of, plain, spawn
+from benchmarks.common.command import numbers, report_bench, run_command
+from benchmarks.common.report import Report, draw_bars, make_table, sheet
+from benchmarks.processes.serve_client import Ask, make_request, run_client
+from benchmarks.processes.serve_on_ray import ray_serve
+from benchmarks.processes.serve_servers import Server, floor, pid_of, plain, spawn
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.shipped import shipped
+from dist_aclgraph.files.shipped import shipped
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 TEXT = "The device never waits for the host, and tokens never wait for their readers. "

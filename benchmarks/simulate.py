@@ -24,15 +24,15 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from benchmarks.command import run_command
-from benchmarks.engine import DecodeEngine
-from benchmarks.report import Table
-from benchmarks.turns import ray_for
-from benchmarks.workload import QUERY_S, SILENCE_S
+from benchmarks.common.command import run_command
+from benchmarks.common.engine import DecodeEngine
+from benchmarks.common.report import Table
+from benchmarks.common.turns import ray_for
+from benchmarks.common.workload import QUERY_S, SILENCE_S
 from dist_aclgraph.errors import EngineDeadError
+from dist_aclgraph.files.shipped import shipped
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.shapes.families import read_model_spec
-from dist_aclgraph.shipped import shipped
 from dist_aclgraph.simulate.load import Arrival
 from dist_aclgraph.simulate.load_options import LoadOptions
 from dist_aclgraph.simulate.simulation import simulate

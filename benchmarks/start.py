@@ -21,8 +21,8 @@ import ray
 import typer
 from rich.console import Console
 
-from benchmarks.command import run_command
-from benchmarks.report import Table
+from benchmarks.common.command import run_command
+from benchmarks.common.report import Table
 from dist_aclgraph.actors.cluster.local_ray import start_ray
 from dist_aclgraph.actors.controller.controller import Progress
 from dist_aclgraph.actors.deployment import controller_life, deployment

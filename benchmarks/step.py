@@ -18,15 +18,15 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.checkpoints import Shape, write_checkpoint
-from benchmarks.command import numbers, report_bench, run_command
-from benchmarks.one_rank import OneRank
-from benchmarks.report import Report, Table
+from benchmarks.common.checkpoints import Shape, write_checkpoint
+from benchmarks.common.command import numbers, report_bench, run_command
+from benchmarks.common.one_rank import OneRank
+from benchmarks.common.report import Report, Table
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.device.step_measures import WORKER_STAGES
 from dist_aclgraph.engine.model_runner import ModelRunner
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.buckets import GraphFamily
 from dist_aclgraph.planning.descriptor import BatchDescriptor

@@ -32,17 +32,17 @@ import numpy as np
 import tokenizers
 import typer
 
-from benchmarks.command import numbers, report_bench, run_command
+from benchmarks.common.command import numbers, report_bench, run_command
+from benchmarks.common.report import Report, Table
 from benchmarks.overlap import MEMORY_MB, dense_deepseek, qwen3
-from benchmarks.report import Report, Table
 from benchmarks.step import make_rank, make_scheduler, run_steps
 from benchmarks.structured_text import measure_text, text_table
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.config import Config
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.masks.matchers import Masks, Matchers
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.engine.sampling.sampling_places import StepPlaces
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.sampling import Structure, StructuredOutputs
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.steps.host_step import HostStep

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.report import Table
+from benchmarks.common.report import Table
 from dist_aclgraph.formats.choice import FORMATS, AnswerFormat
 from dist_aclgraph.formats.scanner import Reader
 from dist_aclgraph.sampling import SamplingParams

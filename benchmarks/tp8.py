@@ -17,19 +17,18 @@ import torch
 import typer
 from rich.progress import Progress
 
-from benchmarks.checkpoints import Shape, write_checkpoint
-from benchmarks.command import report_bench, run_command
-from benchmarks.engine import DecodeEngine
-from benchmarks.one_rank import OneRank
-from benchmarks.tp8_report import draw, report
-from benchmarks.turns import (
+from benchmarks.common.checkpoints import Shape, write_checkpoint
+from benchmarks.common.command import report_bench, run_command
+from benchmarks.common.engine import DecodeEngine
+from benchmarks.common.one_rank import OneRank
+from benchmarks.common.turns import (
     MIXED,
     ray_for,
     show_start,
     summary,
     take_turns,
 )
-from benchmarks.workload import (
+from benchmarks.common.workload import (
     BESIDE,
     Arrival,
     Run,
@@ -40,6 +39,7 @@ from benchmarks.workload import (
     percentile,
     step_ms,
 )
+from benchmarks.reports.tp8_report import draw, report
 from dist_aclgraph.planning.buckets import asked_sizes
 
 BATCHES = (1, 8, 32)

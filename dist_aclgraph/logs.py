@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dist_aclgraph.config import LoggingConfig
-from dist_aclgraph.log_folder import file_name, open_folder
+from dist_aclgraph.files.log_folder import file_name, open_folder
 
 PACKAGE, ACCESS, RAY = "dist_aclgraph", "dist_aclgraph.access", "ray"
 Role = Literal["supervisor", "owner", "ingress", "service", "controller", "engine", "worker"]

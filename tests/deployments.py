@@ -19,8 +19,8 @@ from dist_aclgraph.actors.client.outage import Recovery
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
 from dist_aclgraph.actors.deployment.deployment import RayDeployment, start
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.config import Config, make_config
-from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs

@@ -25,12 +25,12 @@ import httpx
 import typer
 from rich.progress import Progress
 
-from benchmarks.checkpoints import Shape, write_checkpoint
-from benchmarks.command import report_bench, run_command
+from benchmarks.common.checkpoints import Shape, write_checkpoint
+from benchmarks.common.command import report_bench, run_command
+from benchmarks.common.report import Report, make_table
+from benchmarks.common.workload import percentile
 from benchmarks.overlap import MEMORY_MB, MODELS
-from benchmarks.report import Report, make_table
-from benchmarks.serve_servers import free_port
-from benchmarks.workload import percentile
+from benchmarks.processes.serve_servers import free_port
 from tools.test_vllm_ascend import ROOT, Peer
 from tools.vllm_ascend_loads import LOADS, MODEL, Client, Times
 

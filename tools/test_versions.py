@@ -24,11 +24,11 @@ SETS: dict[str, tuple[str, ...]] = {
     "graphs": ("tests/graphs",),
     "engine": ("tests/engine",),
     "parity": (
-        "tests/parity/test_chips.py",
-        "tests/parity/test_int4.py",
-        "tests/parity/test_int8.py",
-        "tests/parity/test_sparse_latent.py",
-        "tests/parity/test_spread_experts.py",
+        "tests/parity/models/test_chips.py",
+        "tests/parity/models/test_int4.py",
+        "tests/parity/models/test_int8.py",
+        "tests/parity/models/test_sparse_latent.py",
+        "tests/parity/layouts/test_spread_experts.py",
     ),
     # For each operator that the runtime uses, a question compares the results of the device with
     # the results of the host.

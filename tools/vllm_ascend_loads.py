@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from math import inf
 
-from benchmarks.serve_client import make_request
+from benchmarks.processes.serve_client import make_request
 
 MODEL = "model"  # the model's name in the API of each server
 # With the modelled device, each token has id 0. The tokenizer converts id 0 to this text.

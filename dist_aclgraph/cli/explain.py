@@ -14,7 +14,7 @@ from dist_aclgraph.actors.worker.step_recorder import (
     FOLDER,
     NO_GROUP,
     SUFFIX,
-    Recording,
+    RecordedSteps,
     began_at_ns,
     read_recording,
 )
@@ -24,7 +24,7 @@ from dist_aclgraph.errors import ConfigError
 COLUMNS = ("rank", "host", "process", "epoch", "step", "graph", "requests", "tokens", "plan")
 
 
-def read_groups(folder: Path) -> dict[int, list[Recording]]:
+def read_groups(folder: Path) -> dict[int, list[RecordedSteps]]:
     """Return the recordings of each group, by the group's number. A group's recordings are in rank
     order.
 
@@ -34,7 +34,7 @@ def read_groups(folder: Path) -> dict[int, list[Recording]]:
     Raises:
         ConfigError: the folder has no recorded steps.
     """
-    groups: defaultdict[int, dict[int, tuple[int, Recording]]] = defaultdict(dict)
+    groups: defaultdict[int, dict[int, tuple[int, RecordedSteps]]] = defaultdict(dict)
     for path in sorted({*folder.glob(f"*{SUFFIX}"), *folder.glob(f"{FOLDER}/*{SUFFIX}")}):
         with suppress(OSError, ValueError):  # the file was removed, or is not a recording
             found, began_ns = read_recording(path), began_at_ns(path)
@@ -46,7 +46,7 @@ def read_groups(folder: Path) -> dict[int, list[Recording]]:
     return {number: _of_one_start(found) for number, found in groups.items() if found}
 
 
-def _of_one_start(found: dict[int, tuple[int, Recording]]) -> list[Recording]:
+def _of_one_start(found: dict[int, tuple[int, RecordedSteps]]) -> list[RecordedSteps]:
     """Return the recordings of the last deployment, in rank order. All recordings in ``found`` are
     of groups with the same number.
 
@@ -61,7 +61,7 @@ def _of_one_start(found: dict[int, tuple[int, Recording]]) -> list[Recording]:
     ]
 
 
-def show_groups(groups: dict[int, list[Recording]], console: Console) -> None:
+def show_groups(groups: dict[int, list[RecordedSteps]], console: Console) -> None:
     """Print a table and a verdict for each group. The group that stopped last is printed last."""
     for number in sorted(groups, key=lambda n: max(r.at_ns for r in groups[n])):
         ranks = groups[number]
@@ -75,7 +75,7 @@ def show_groups(groups: dict[int, list[Recording]], console: Console) -> None:
         console.print(explain_stop(ranks).sentence, highlight=False, soft_wrap=True)
 
 
-def _row(recording: Recording) -> list[str]:
+def _row(recording: RecordedSteps) -> list[str]:
     since = f"{datetime.fromtimestamp(recording.at_ns / 1e9, UTC):%H:%M:%S.%f}"[:-3]
     who = [str(recording.rank), recording.host, str(recording.pid)]
     what = ["" if recording.place is None else str(recording.place), since, status_of(recording)]

@@ -108,7 +108,7 @@ def serve(
     """Serve the OpenAI API until Ctrl-C or SIGTERM; by default on 127.0.0.1:8000."""
     with _user_errors():
         from dist_aclgraph.cli.serve import serve as serve_deployment
-        from dist_aclgraph.hub import with_local_model
+        from dist_aclgraph.files.hub import with_local_model
 
         loaded = load_model(config, overrides, options)
         changes = {name for name, value in options.items() if value is not None}

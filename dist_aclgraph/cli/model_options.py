@@ -18,8 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from dist_aclgraph.cli.exit_codes import tell
-from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.vllm_options import (
+from dist_aclgraph.config.vllm_options import (
     OPTIONS,
     REFUSED,
     REFUSED_SHORT,
@@ -29,6 +28,7 @@ from dist_aclgraph.vllm_options import (
     is_switch,
     refusal,
 )
+from dist_aclgraph.errors import ConfigError
 
 if TYPE_CHECKING:
     from dist_aclgraph.config import Config
@@ -210,7 +210,7 @@ def load_local_model(
     Args:
         weights: whether the command reads weights. If false, no weights are downloaded.
     """
-    from dist_aclgraph.hub import with_local_model
+    from dist_aclgraph.files.hub import with_local_model
 
     return with_local_model(load_model(source, overrides, options), weights=weights)
 

@@ -17,7 +17,7 @@ from dist_aclgraph.actors.host.run_directory import RunDirectory
 from dist_aclgraph.cli.checks import check_deployment
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.log_folder import with_log_folder
+from dist_aclgraph.files.log_folder import with_log_folder
 from dist_aclgraph.serve.http.access import Access, read_access
 from dist_aclgraph.serve.http.server import listen_at
 from dist_aclgraph.serve.observe.traces import check_packages

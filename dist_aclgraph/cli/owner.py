@@ -35,7 +35,7 @@ from dist_aclgraph.errors import (
     EngineUnavailableError,
     RayDiedError,
 )
-from dist_aclgraph.log_folder import folder_path
+from dist_aclgraph.files.log_folder import folder_path
 from dist_aclgraph.logs import event
 from dist_aclgraph.planning.restarts import RestartBudget
 

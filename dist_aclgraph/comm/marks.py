@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from dist_aclgraph.collective_place import (
+from dist_aclgraph.comm.collective_place import (
     BEFORE,
     EMBEDDING,
     NUM_CODES_OF_PASS,

@@ -21,20 +21,20 @@ import pydantic
 import yaml
 
 from dist_aclgraph.config.tree import Config
-from dist_aclgraph.errors import (
-    ONLY_SAFETENSORS,
-    OTHER_WEIGHTS,
-    ConfigError,
-    UnsupportedModelError,
-)
-from dist_aclgraph.shipped import shipped
-from dist_aclgraph.vllm_options import (
+from dist_aclgraph.config.vllm_options import (
     EXPERT_PARALLEL,
     SAME,
     as_overrides,
     is_harmless,
     refusal,
 )
+from dist_aclgraph.errors import (
+    ONLY_SAFETENSORS,
+    OTHER_WEIGHTS,
+    ConfigError,
+    UnsupportedModelError,
+)
+from dist_aclgraph.files.shipped import shipped
 
 MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML would need seconds for larger texts
 MAX_SHOWN_ERRORS = 5

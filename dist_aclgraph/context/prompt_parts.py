@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.context.prompt_split import Piece, PromptSplit
 from dist_aclgraph.context.shards import Shards
-from dist_aclgraph.ints import IntArray
 
 # Maximum number of KV tokens of a chunk. It limits the memory of the gathered keys and values.
 MAX_CHUNK_TOKENS = 8192
@@ -47,7 +47,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class KeyChunk:
     """The KV tokens whose keys are read together.
 
     Attributes:
@@ -71,7 +71,7 @@ class Part:
 
     start: int
     stop: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[KeyChunk, ...]
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _groups(requests: range, kv_lens: IntArray, max_tokens: int) -> Iterator[ran
         yield range(start, requests.stop)
 
 
-def _shared_chunk(requests: range, kv_lens: IntArray, own: Sequence[_Queries]) -> Chunk:
+def _shared_chunk(requests: range, kv_lens: IntArray, own: Sequence[_Queries]) -> KeyChunk:
     lens = kv_lens[requests.start : requests.stop]
     starts = np.cumsum(lens) - lens
     launches: tuple[Launch, ...] = ()
@@ -166,12 +166,12 @@ def _shared_chunk(requests: range, kv_lens: IntArray, own: Sequence[_Queries]) -
         launches = (_launch(own, np.concatenate(kv), visible, is_causal=True),)
     each = np.arange(requests.start, requests.stop, dtype=np.int32)
     positions = [np.arange(length, dtype=np.int32) for length in lens]
-    return Chunk(np.repeat(each, lens), np.concatenate(positions), launches)
+    return KeyChunk(np.repeat(each, lens), np.concatenate(positions), launches)
 
 
 def _chunks_of_one(
     request: int, kv_len: int, own: Sequence[_Queries], max_tokens: int
-) -> tuple[Chunk, ...]:
+) -> tuple[KeyChunk, ...]:
     chunks = []
     for start in range(0, kv_len, max_tokens):
         stop = min(kv_len, start + max_tokens)
@@ -185,7 +185,7 @@ def _chunks_of_one(
             both = _Queries(request, stop, later[0].start, later[-1].stop)
             launches.append(_launch([both], _first(stop - start), None, is_causal=False))
         positions = np.arange(start, stop, dtype=np.int32)
-        chunks.append(Chunk(np.full_like(positions, request), positions, tuple(launches)))
+        chunks.append(KeyChunk(np.full_like(positions, request), positions, tuple(launches)))
     return tuple(chunks)
 
 
@@ -235,7 +235,7 @@ class Reads:
     launches: tuple[IntArray, ...]
 
 
-def find_keys(chunk: Chunk, block_table: IntArray, shards: Shards, shard: int) -> Reads:
+def find_keys(chunk: KeyChunk, block_table: IntArray, shards: Shards, shard: int) -> Reads:
     """Return the slots from which a shard reads the keys of a chunk, and the indices of each
     launch's keys.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dist_aclgraph.ints import IntArray
+from dist_aclgraph.arrays.ints import IntArray
 
 MAX_WHOLE_QUERIES = 16  # A request with at most 16 tokens in a step runs on all ranks.
 

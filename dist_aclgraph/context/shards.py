@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.config import Config
-from dist_aclgraph.ints import IntArray
 
 PADDING_SLOT = -1  # slot of a padding token: its KV is not written, and no expert runs the token
 # On a shard that does not keep a token, the token's slot is FOREIGN_SLOT minus its whole slot.

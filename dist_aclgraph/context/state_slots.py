@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.config import Config
-from dist_aclgraph.ints import IntArray
 
 
 @dataclass(frozen=True, kw_only=True)

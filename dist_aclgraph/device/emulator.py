@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from dist_aclgraph.errors import DeviceError, EmulatorBuildError
-from dist_aclgraph.shipped import shipped
+from dist_aclgraph.files.shipped import shipped
 
 # Imports use the copy of npu_emulator that belongs to dist_aclgraph, even if another version is
 # installed.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Line:
+class VersionLine:
     """One release series of torch_npu, with the versions of torch and CANN that belong to it.
 
     Attributes:
@@ -39,9 +39,9 @@ class Line:
 # Sources: for CANN 9.1.0, vllm-ascend (182b75e) uses 2.10.0.post4, and COMPATIBILITY.en.md of
 # Ascend/pytorch lists 2.12.0 as the newest version.
 LINES = {
-    "2.10": Line("2.10.0", "2.10.0.post4"),
-    "2.12": Line("2.12.0", "2.12.0"),
-    "2.13": Line(
+    "2.10": VersionLine("2.10.0", "2.10.0.post4"),
+    "2.12": VersionLine("2.12.0", "2.12.0"),
+    "2.13": VersionLine(
         "2.13.0",
         "2.13.0",
         is_published=False,
@@ -67,6 +67,6 @@ def installed_name() -> str:
     return name if name in LINES else DEFAULT
 
 
-def installed_line() -> Line:
+def installed_line() -> VersionLine:
     """Return the release series of the installed torch; see ``installed_name``."""
     return LINES[installed_name()]

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.prompt_parts import (
     MAX_CHUNK_TOKENS,
-    Chunk,
+    KeyChunk,
     Launch,
     Part,
     Reads,
@@ -23,7 +24,6 @@ from dist_aclgraph.context.shards import FOREIGN_SLOT
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.upload import upload_arrays
 from dist_aclgraph.graphs.device_step import DeviceStep
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.layers.attention import (
     AttentionMetadata,
     AttentionTasks,
@@ -347,7 +347,7 @@ class AttentionSteps:
         device_lens = positions[:, 0] + (query_len + iteration)
         return self._uniform_rows(positions, device_lens, written, iteration)
 
-    def _arrays_of(self, chunk: Chunk, reads: Reads) -> Iterator[IntArray]:
+    def _arrays_of(self, chunk: KeyChunk, reads: Reads) -> Iterator[IntArray]:
         """Yield a chunk's arrays for the device, in the order that ``_on_device`` expects."""
         if reads.own is not None:
             yield reads.own

@@ -58,7 +58,7 @@ class _Upkeep:
 
 
 @dataclass
-class _Job:
+class _BlockJob:
     """A copy job that runs. Its pieces may end in any order."""
 
     is_load: bool
@@ -137,7 +137,7 @@ class BlockCopier:
         self._stream = runtime().Stream()
         self._main = runtime().current_stream()
         self._pieces: deque[_Piece] = deque()  # pieces that wait for a slot
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _BlockJob] = {}
         self._ended: list[tuple[int, int]] = []
         self._upkeep: set[int] = set()  # numbers of the jobs that delete or touch files
         self._for_files: queue.SimpleQueue[_Slot | _Upkeep | None] = queue.SimpleQueue()
@@ -161,7 +161,7 @@ class BlockCopier:
         """
         size = self._blocks_per_slot
         starts = range(0, len(block_ids), size)
-        self._jobs[number] = _Job(is_load, [len(block_ids[i : i + size]) for i in starts])
+        self._jobs[number] = _BlockJob(is_load, [len(block_ids[i : i + size]) for i in starts])
         self._pieces += (
             _Piece(number, n, is_load, block_ids[i : i + size], files[i : i + size])
             for n, i in enumerate(starts)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dist_aclgraph.arrays.ints import IntArray, unpack_ints
 from dist_aclgraph.context.state_slots import StateSlots
 from dist_aclgraph.engine.block_copier import BlockCopier, FileName
-from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.kv.block_pool import HASH_BYTES
 from dist_aclgraph.steps.copies import CopyJob
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Job:
+class _PartsJob:
     """A copy job that runs: its parts, and the results of the parts that have ended."""
 
     is_load: bool
@@ -55,7 +55,7 @@ class CacheCopier:
         self._blocks = blocks
         self._states = states
         self._slots = slots
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _PartsJob] = {}
 
     @property
     def num_read(self) -> dict[str, int]:
@@ -71,7 +71,7 @@ class CacheCopier:
             parts = {BLOCKS} if job.hashes else set[int]()
             if job.state_hashes:
                 parts.add(STATES)
-            self._jobs[job.number] = _Job(job.is_load, len(checkpoints), parts)
+            self._jobs[job.number] = _PartsJob(job.is_load, len(checkpoints), parts)
             if job.is_upkeep:
                 self._begin_upkeep(job, parts)
                 continue

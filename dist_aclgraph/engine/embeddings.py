@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.input_batch import InputBatch
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.host_step import HostStep
 
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dist_aclgraph.arrays.ints import IntArray, unpack_ints
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.engine.sampling.sampling_table import SamplingTable
-from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.planning.step_sizes import table_width
 from dist_aclgraph.steps.draft_places import draft_places
 from dist_aclgraph.steps.host_step import NO_INTS, NO_RECORDS, NO_STEP, HostStep

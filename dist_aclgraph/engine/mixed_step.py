@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.context.shards import PADDING_SLOT
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.upload import upload_arrays
 from dist_aclgraph.graphs.device_step import DeviceStep, DraftInputs, SharedPlaces
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RankPlan, StepSize
 

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray, unpack_ints
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
@@ -45,11 +46,10 @@ from dist_aclgraph.engine.step_output import (
     SpecialPlaces,
     StepOutput,
 )
-from dist_aclgraph.engine.steps_in_flight import Flight, Sampled, StepsInFlight
+from dist_aclgraph.engine.steps_in_flight import QueuedStep, Sampled, StepsInFlight
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graphs.pieces import CapturedPieces
 from dist_aclgraph.graphs.step_buffers import StepBuffers
-from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.kv.tiers import KVTiers
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.segments import run_directly
@@ -435,7 +435,7 @@ class ModelRunner:
         inputs: HostStep,
         land: Callable[[], IntArray],
         answer: Callable[[str], None],
-    ) -> Flight:
+    ) -> QueuedStep:
         """Queue the decoder, sampling and drafts."""
         if plan.graph is None:
             return self._run_mixed(plan, rank, inputs, None, land, partial(answer, "forward"))
@@ -493,7 +493,7 @@ class ModelRunner:
         captured: Captured | None,
         land: Callable[[], IntArray],
         answer: Callable[[], None],
-    ) -> Flight:
+    ) -> QueuedStep:
         """Run any mixture of requests. ``MixedWork`` runs the decoder; all other work is eager.
 
         Args:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.sampling.sampler import report_of
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import PromptLogprobs
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.device.npu import Npu, translated
 from dist_aclgraph.engine.drafts.draft_steps import DraftSteps
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.models.attention_kind import Cache, CacheRoom
 from dist_aclgraph.models.decoder import Decoder
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.device.npu import runtime
 from dist_aclgraph.device.step_measures import ReplaySpan, Stopwatch, UpdateWait
 from dist_aclgraph.engine.graph_store import WholeStep
 from dist_aclgraph.graphs.captured_graph import CapturedGraph
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.padding import GraphLens, Lens
 

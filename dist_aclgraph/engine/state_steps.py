@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray, unpack_ints
 from dist_aclgraph.context.state_slots import StateSlots
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.upload import upload_arrays
 from dist_aclgraph.graphs.device_step import DeviceStep
-from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.layers.state_metadata import (
     DirectLayout,
     DirectStates,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray, unpack_ints
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.engine.embeddings import ComingEmbeddings
 from dist_aclgraph.engine.input_batch import InputBatch
@@ -28,7 +29,6 @@ from dist_aclgraph.engine.sampling.sampler import (
 )
 from dist_aclgraph.engine.sampling.sampling_places import KnownPlaces, StepPlaces
 from dist_aclgraph.engine.sampling.token_counts import TokenCounts
-from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.host_step import NO_INTS, HostStep
 from dist_aclgraph.steps.step import PromptLogprobs, RankBatch, RowLogprobs
 

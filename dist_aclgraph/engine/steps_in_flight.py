@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray, pack_ints
 from dist_aclgraph.device.npu import translated
 from dist_aclgraph.device.step_measures import DeviceCounts, ReplaySpan, Stopwatch
 from dist_aclgraph.engine.embeddings import ComingEmbeddings
@@ -21,7 +22,6 @@ from dist_aclgraph.engine.prompt_report import ComingPrompt
 from dist_aclgraph.engine.replays import Replays
 from dist_aclgraph.engine.step_output import ComingOutput, HostOutput, SpecialPlaces, StepOutput
 from dist_aclgraph.graphs.step_buffers import StepBuffers
-from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RankPlan, StepResult
 
@@ -46,7 +46,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Flight:
+class QueuedStep:
     """A step that is queued on the device.
 
     Attributes:
@@ -89,10 +89,10 @@ class StepsInFlight:
     has_drafts: bool
 
     def __post_init__(self) -> None:
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[QueuedStep] = deque()
         # Steps whose results were read, but not reported yet. The third element is the step's
         # ``waited_us``.
-        self._ended: deque[tuple[Flight, HostOutput, int]] = deque()
+        self._ended: deque[tuple[QueuedStep, HostOutput, int]] = deque()
         # The moment at which the queued work of the second oldest step became enough to keep the
         # device busy; 0 if it is not enough yet. From this time on, the host only waits for the
         # oldest step.
@@ -114,7 +114,7 @@ class StepsInFlight:
         sampled: Sampled,
         prompts: Sequence[ComingPrompt] = (),
         embeddings: ComingEmbeddings | None = None,
-    ) -> Flight:
+    ) -> QueuedStep:
         """Queue the copy of a step's results to the host. Call this before the drafting is queued,
         so that the host gets the results while the device drafts. The step is in flight only after
         ``add``.
@@ -136,9 +136,9 @@ class StepsInFlight:
         )
         num_written, stages = self.buffers.num_written, self.watch.stages
         grammars = self.matchers.take_report()
-        return Flight(plan, rank, inputs, coming, num_written, stages, sampled.span, grammars)
+        return QueuedStep(plan, rank, inputs, coming, num_written, stages, sampled.span, grammars)
 
-    def add(self, flight: Flight) -> None:
+    def add(self, flight: QueuedStep) -> None:
         self._flights.append(flight)
 
     def land(self, records: IntArray) -> IntArray:
@@ -184,7 +184,7 @@ class StepsInFlight:
         if self._flights and not self._queued_s:
             self._queued_s = time.perf_counter()
 
-    def _read_oldest(self) -> tuple[Flight, HostOutput, int]:
+    def _read_oldest(self) -> tuple[QueuedStep, HostOutput, int]:
         """Wait for the oldest step; return its output, and ``StepResult.waited_us``.
 
         Raises:
@@ -203,7 +203,7 @@ class StepsInFlight:
             self.replays.guess_next(flight.inputs, read.counts)
         return flight, read, waited_us
 
-    def _result(self, flight: Flight, read: HostOutput, waited_us: int) -> StepResult:
+    def _result(self, flight: QueuedStep, read: HostOutput, waited_us: int) -> StepResult:
         plan = flight.plan
         self.replays.book_wait(flight.span)
         self.watch.lap_of(flight.stages, "read")

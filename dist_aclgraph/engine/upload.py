@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray
+from dist_aclgraph.arrays.packing import pack_parts
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.ints import IntArray
-from dist_aclgraph.packing import pack_parts
 
 
 def upload_arrays(npu: Npu, arrays: Sequence[IntArray]) -> list[Tensor]:

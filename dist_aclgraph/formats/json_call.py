@@ -13,18 +13,18 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 KEYS = ("type", "id", "index", "tool_call_id", *ARGUMENT_KEYS)
 
 
-class Outcome(Enum):
+class CallOutcome(Enum):
     NO_CALL = "no call"  # the text is not a call; nothing was emitted
     CUT = "cut"  # the call began, and its arguments are incomplete
     WHOLE = "whole"
 
 
-CopyCall = Callable[[Scanner], Scan[Outcome]]  # reads one call
+CopyCall = Callable[[Scanner], Scan[CallOutcome]]  # reads one call
 
 
 def copy_call(
     scanner: Scanner, known: Container[str] | None = None, name_key: str = "name"
-) -> Scan[Outcome]:
+) -> Scan[CallOutcome]:
     """Read the JSON object of a call, and emit its arguments piece by piece.
 
     ``CallBegin`` is emitted when the name was read and the arguments begin. If a key that calls do
@@ -36,7 +36,7 @@ def copy_call(
         name_key: the JSON key whose value is the call's name.
     """
     if not (yield from scanner.match("{")):
-        return Outcome.NO_CALL
+        return CallOutcome.NO_CALL
     name: str | None = None
     held: str | None = None  # arguments that the model wrote before the name
     is_begun = False
@@ -48,16 +48,16 @@ def copy_call(
             break
         yield from scanner.skip_space()
         if not is_begun and key not in (name_key, *KEYS):
-            return Outcome.NO_CALL
+            return CallOutcome.NO_CALL
         if key == name_key and name is None:
             name = yield from scanner.read_json_string(most)
             if not name or (known is not None and name not in known):
-                return Outcome.NO_CALL
+                return CallOutcome.NO_CALL
         elif key in ARGUMENT_KEYS and name is not None and not is_begun:
             is_begun = True
             scanner.begin_call(name)
             if not (yield from copy_arguments(scanner)):
-                return Outcome.CUT
+                return CallOutcome.CUT
         else:
             text = yield from scanner.read_json(MAX_HELD_CHARS if key in ARGUMENT_KEYS else most)
             if text is None:
@@ -72,30 +72,30 @@ def copy_call(
             scanner.begin_call(name)
             scanner.arguments(_object_of(held or ""))
     if not is_begun:
-        return Outcome.NO_CALL
+        return CallOutcome.NO_CALL
     scanner.end_call()
-    return Outcome.WHOLE
+    return CallOutcome.WHOLE
 
 
-def copy_keyed_call(scanner: Scanner) -> Scan[Outcome]:
+def copy_keyed_call(scanner: Scanner) -> Scan[CallOutcome]:
     """Read a call whose only key is its name: ``{"f": {...}}``."""
     if not (yield from scanner.match("{")):
-        return Outcome.NO_CALL
+        return CallOutcome.NO_CALL
     yield from scanner.skip_space()
     name = yield from scanner.read_json_string(MAX_HEAD_CHARS)
     yield from scanner.skip_space()
     if not name or not (yield from scanner.match(":")):
-        return Outcome.NO_CALL
+        return CallOutcome.NO_CALL
     yield from scanner.skip_space()
     if (yield from scanner.peek()) != "{":
-        return Outcome.NO_CALL
+        return CallOutcome.NO_CALL
     scanner.begin_call(name)
     if not (yield from copy_arguments(scanner)):
-        return Outcome.CUT
+        return CallOutcome.CUT
     yield from scanner.skip_space()
     yield from scanner.match("}")
     scanner.end_call()
-    return Outcome.WHOLE
+    return CallOutcome.WHOLE
 
 
 def copy_arguments(scanner: Scanner) -> Scan[bool]:
@@ -139,11 +139,11 @@ def copy_calls(scanner: Scanner, before: str, copy: CopyCall = copy_call) -> Sca
     while True:
         yield from scanner.skip_space()
         outcome = yield from copy(scanner)
-        if outcome is Outcome.NO_CALL:
+        if outcome is CallOutcome.NO_CALL:
             scanner.content(before + scanner.give_back())
             return
         scanner.let_go()
-        if outcome is Outcome.CUT:
+        if outcome is CallOutcome.CUT:
             return
         yield from scanner.skip_space()
         before = ""

@@ -63,7 +63,7 @@ class Arguments:
             return (yield from self._copy_all(name, ends, trims=trims))
         self._begin(name)
         if is_text:
-            text = _Text(self._scanner, trims=trims)
+            text = _JsonText(self._scanner, trims=trims)
             end = yield from self._scanner.copy_until(ends, text.add, in_call=True)
             text.end(is_whole=end is not None)
             return end
@@ -141,7 +141,7 @@ class Arguments:
         self._is_empty = False
 
 
-class _Text:
+class _JsonText:
     """Writes a JSON string piece by piece."""
 
     def __init__(self, scanner: Scanner, *, trims: bool) -> None:

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray
+from dist_aclgraph.arrays.packing import pack_parts
 from dist_aclgraph.context.shards import PADDING_SLOT
 from dist_aclgraph.context.state_slots import StateSlots
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.graphs.device_step import DeviceStep, DraftInputs
 from dist_aclgraph.graphs.token_table import TokenTable
-from dist_aclgraph.ints import IntArray
-from dist_aclgraph.packing import pack_parts
 from dist_aclgraph.planning.buckets import BufferSizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.step_sizes import input_sizes

@@ -25,7 +25,7 @@ from dist_aclgraph.errors import (
     UnsupportedModelError,
 )
 from dist_aclgraph.models import block_scales, int8_weights, mxfp4
-from dist_aclgraph.models.int4_weights import Int4Matrix, StoredInt4
+from dist_aclgraph.models.int4_weights import PackedInt4Matrix, StoredInt4
 from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.shapes.int4_formats import NO_INT4, Int4Format, Int4Formats
 from dist_aclgraph.shapes.model_spec import RowRange, WeightNames
@@ -245,7 +245,7 @@ class Checkpoint:
         start: int,
         stop: int,
         rearrange: Callable[[Tensor], Tensor] | None,
-    ) -> Int4Matrix:
+    ) -> PackedInt4Matrix:
         """Return the range ``[start, stop)`` of the dimension ``dim`` of an [out, in] matrix of
         four bits, on the host.
 

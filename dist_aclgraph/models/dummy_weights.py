@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dist_aclgraph.errors import MissingTensorError
 from dist_aclgraph.models.checkpoint import USUAL_NAMES
-from dist_aclgraph.models.int4_weights import Int4Matrix
+from dist_aclgraph.models.int4_weights import PackedInt4Matrix
 from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.shapes.int4_formats import NO_INT4, Int4Format, Int4Formats
 from dist_aclgraph.shapes.model_spec import WeightNames
@@ -91,11 +91,11 @@ class DummyCheckpoint:
         start: int,
         stop: int,
         rearrange: Callable[[Tensor], Tensor] | None,
-    ) -> Int4Matrix:
+    ) -> PackedInt4Matrix:
         form = self.form_of(name, shape)
         assert isinstance(form, Int4Format)
         out, num_inputs = _cut(shape, dim, start, stop)
-        return Int4Matrix(
+        return PackedInt4Matrix(
             torch.zeros(out // 2, num_inputs, dtype=torch.int8, device=self.device),
             torch.zeros(out, form.groups_of(num_inputs)),
             torch.zeros(out) if form.quantises_rows else None,

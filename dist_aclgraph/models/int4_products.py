@@ -18,7 +18,7 @@ from dist_aclgraph.layers.int4_products import (
 )
 from dist_aclgraph.layers.linear import Product
 from dist_aclgraph.layers.local_experts import ExpertProduct
-from dist_aclgraph.models.int4_weights import Int4Matrix
+from dist_aclgraph.models.int4_weights import PackedInt4Matrix
 from dist_aclgraph.shapes.int4_formats import EXPERT_INPUTS, INT8_GROUP, Int4Format
 
 
@@ -76,7 +76,7 @@ class Int4Weights:
         self._scales: list[Tensor] = []  # [groups, outputs] of each matrix
         self._sums: list[Tensor] = []  # ``Int4Matrix.sums`` of each matrix, if products need it
 
-    def fill(self, index: int, parts: Sequence[Int4Matrix]) -> None:
+    def fill(self, index: int, parts: Sequence[PackedInt4Matrix]) -> None:
         """Write the matrix with the index ``index``. The matrices must be written in order.
 
         Raises:

@@ -34,7 +34,7 @@ OFFSETS = ("weight_offset", "weight_offset_second", "weight_zero_point")
 
 
 @dataclass(frozen=True)
-class Int4Matrix:
+class PackedInt4Matrix:
     """A part of a matrix, with two outputs in each byte. The number of outputs, ``out``, is even.
 
     Attributes:
@@ -58,16 +58,16 @@ class Int4Matrix:
         grouped = self.values().float().view(*self.scales.shape, -1)
         return (grouped * self.scales[:, :, None]).flatten(1)
 
-    def rearranged(self, rearrange: Callable[[Tensor], Tensor]) -> Int4Matrix:
+    def rearranged(self, rearrange: Callable[[Tensor], Tensor]) -> PackedInt4Matrix:
         """Return the matrix with its outputs in another order.
 
         Args:
             rearrange: changes the order of columns, [n, out] -> [n, out].
         """
         values, scales = (rearrange(tensor.t()).t() for tensor in (self.values(), self.scales))
-        return Int4Matrix(pack_pairs(values.contiguous()), scales)
+        return PackedInt4Matrix(pack_pairs(values.contiguous()), scales)
 
-    def with_sums(self) -> Int4Matrix:
+    def with_sums(self) -> PackedInt4Matrix:
         grouped = (len(self.pairs), self.scales.shape[1], -1)
         sums = [half.view(grouped).sum(2, dtype=torch.int32) for half in _halves(self.pairs)]
         total = torch.stack(sums, 1).flatten(0, 1) * self.scales
@@ -96,7 +96,7 @@ class StoredInt4:
         self._module, self._shape, self._form = module, shape, form
         self._find, self._has = find, has
 
-    def read(self, dim: int, start: int, stop: int) -> Int4Matrix:
+    def read(self, dim: int, start: int, stop: int) -> PackedInt4Matrix:
         """Return the range ``[start, stop)`` of the matrix's dimension ``dim``. Values after the
         matrix's end are zero. If the number of outputs is odd, an output of zeros is added.
 
@@ -114,7 +114,7 @@ class StoredInt4:
             pairs = self._pairs(0, out, first, last)
             missing = stop - start - (last - first)
             scales = pad(self._regrouped(scales, start, stop), (0, 0, 0, out % 2))
-            return Int4Matrix(pad(pairs, (0, missing)), scales)
+            return PackedInt4Matrix(pad(pairs, (0, missing)), scales)
         if start % 2:
             raise ConfigError(
                 f"a rank's outputs of {self._module}, which has values of four bits, begin at "
@@ -126,7 +126,7 @@ class StoredInt4:
         pairs = self._pairs(first, last, 0, num_inputs)
         below = (0, 0, 0, (stop - start) // 2 - len(pairs))
         missing = stop - start - (last - first)
-        return Int4Matrix(pad(pairs, below), pad(scales[first:last], (0, 0, 0, missing)))
+        return PackedInt4Matrix(pad(pairs, below), pad(scales[first:last], (0, 0, 0, missing)))
 
     def read_floats(self, dim: int, start: int, stop: int) -> Tensor:
         """Return the range ``[start, stop)`` of the matrix's dimension ``dim`` in float32. Any

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from dist_aclgraph.collective_place import AFTER, BEFORE, HEAD, INSIDE
+from dist_aclgraph.comm.collective_place import AFTER, BEFORE, HEAD, INSIDE
 from dist_aclgraph.comm.marks import CollectiveMarks
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ALL_HERE, ExpertStep

@@ -14,8 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.ints import IntArray
 
 
 @dataclass(frozen=True)

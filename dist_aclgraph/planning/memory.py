@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dist_aclgraph.arrays.packing import aligned, pack_parts
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.prompt_parts import MAX_CHUNK_TOKENS
 from dist_aclgraph.context.prompt_split import MAX_WHOLE_QUERIES
@@ -23,7 +24,6 @@ from dist_aclgraph.kv.cache_spec import (
     elements_per_token,
     how_to_shrink_weights,
 )
-from dist_aclgraph.packing import aligned, pack_parts
 from dist_aclgraph.planning.buckets import (
     BufferSizes,
     buffer_sizes,

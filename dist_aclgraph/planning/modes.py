@@ -39,7 +39,7 @@ class GraphSupport:
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _ModeRule:
     """A rule: some modes that are not supported, the mode that replaces them, and the reason as a
     sentence.
     """
@@ -54,20 +54,20 @@ _FULL: tuple[GraphMode, ...] = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"
 
 # The first rule that applies to the mode replaces the mode. The rules are then applied to the new
 # mode, until no rule applies.
-_RULES: tuple[_Rule, ...] = (
-    _Rule(
+_RULES: tuple[_ModeRule, ...] = (
+    _ModeRule(
         _FULL,
         lambda s: s.is_encoder_decoder,
         "PIECEWISE",
         "attention to an encoder's states differs with each request, so it stays out of graphs",
     ),
-    _Rule(
+    _ModeRule(
         ("FULL",),
         lambda s: s.attention_updates == "uniform",
         "FULL_AND_PIECEWISE",
         "captured attention of this model takes requests of equal lengths only",
     ),
-    _Rule(
+    _ModeRule(
         ("FULL",),
         lambda s: s.shares_context,
         "FULL_AND_PIECEWISE",

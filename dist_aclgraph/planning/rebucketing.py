@@ -12,9 +12,9 @@ from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.errors import GraphError, StreamBudgetError
 from dist_aclgraph.planning.buckets import GraphFamily
 from dist_aclgraph.planning.budget import (
+    BucketProbe,
     BudgetModel,
     Limit,
-    Probe,
     StreamOffer,
     share_cards,
 )
@@ -87,7 +87,7 @@ def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) ->
     """
     probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}
     times = (
-        Probe(graph=graph, streams=0, bytes=0, replay_s=seconds)
+        BucketProbe(graph=graph, streams=0, bytes=0, replay_s=seconds)
         for graph, seconds in step_seconds.items()
         if (graph.mode, graph.query_len) in probed
     )

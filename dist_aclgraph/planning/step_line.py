@@ -13,7 +13,7 @@ KEPT = 1 - 1 / 200  # Each new step multiplies the weight of earlier steps by th
 ONE_SIZE = 1e-9
 
 
-class Line(NamedTuple):
+class StepLine(NamedTuple):
     """A step takes ``base_s`` seconds, plus ``token_s`` seconds for each token."""
 
     base_s: float
@@ -40,7 +40,7 @@ class LineFit:
         self._sums = KEPT * self._sums + step
         self.count += 1
 
-    def line(self) -> Line:
+    def line(self) -> StepLine:
         """Return the fitted line. Its two values are not negative.
 
         Call this only after at least one step was added.
@@ -51,4 +51,4 @@ class LineFit:
         if spread > ONE_SIZE * weight * squares:
             slope = (weight * products - tokens * seconds) / spread
         slope = min(max(0.0, slope), seconds / tokens)
-        return Line((seconds - slope * tokens) / weight, slope)
+        return StepLine((seconds - slope * tokens) / weight, slope)

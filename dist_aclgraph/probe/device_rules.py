@@ -9,10 +9,10 @@ from pathlib import Path
 
 from dist_aclgraph.device import emulator
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.files.shipped import shipped
 from dist_aclgraph.probe.question import ACCEPTED, MISSING, REFUSED
 from dist_aclgraph.probe.questions import PROBES
 from dist_aclgraph.probe.row import Report, plain
-from dist_aclgraph.shipped import shipped
 
 RuleAnswer = str | float
 FOLDER = shipped("emulator") / "rules"

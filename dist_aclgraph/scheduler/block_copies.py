@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.kv.look_ups import (

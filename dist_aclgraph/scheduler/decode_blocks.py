@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dist_aclgraph.ints import IntArray
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.scheduler.rows import Places, RunningRows
 

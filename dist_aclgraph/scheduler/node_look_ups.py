@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.kv.look_ups import Answer, Source
 from dist_aclgraph.steps.copies import CopyJob

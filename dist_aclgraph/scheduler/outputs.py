@@ -9,8 +9,8 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dist_aclgraph.arrays.ints import IntArray, pack_ints
 from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.rows import Places
 from dist_aclgraph.steps.delta import FinishReason, Note, RequestDelta, StepDeltas

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool, hash_block
 from dist_aclgraph.scheduler.block_copies import BlockCopies
 from dist_aclgraph.scheduler.rank_step import Chunk, Flight

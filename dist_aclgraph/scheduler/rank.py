@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.config import SchedulerConfig
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.scheduler.block_copies import BlockCopies

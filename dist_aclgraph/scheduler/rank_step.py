@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from dist_aclgraph.arrays.ints import IntArray, unpack_ints
 from dist_aclgraph.context.prompt_split import largest_share
 from dist_aclgraph.errors import WorkerError
-from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.kv.checkpoints import BlockHash, Checkpoints
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.rows import EVERY, TRIES, Indices, Places, RunningRows

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from dist_aclgraph.arrays.ints import IntArray, int_list, pack_ints
 from dist_aclgraph.errors import InvalidParameterError
-from dist_aclgraph.ints import IntArray, int_list, pack_ints
 from dist_aclgraph.kv.block_pool import salted_root
 from dist_aclgraph.kv.look_ups import FetchBlocks, Source
 from dist_aclgraph.sampling import SamplingParams

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from dist_aclgraph.ints import IntArray, pack_ints
+from dist_aclgraph.arrays.ints import IntArray, pack_ints
 from dist_aclgraph.scheduler.rank_step import NewTokens, RankStep, StepBuilder
 from dist_aclgraph.scheduler.rows import RunningRows
 from dist_aclgraph.steps.step import RankBatch, RowStart

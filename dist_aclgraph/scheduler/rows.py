@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dist_aclgraph.ints import IntArray
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.scheduler.request import Request
 
 Places = npt.NDArray[np.intp]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.errors import (
     DistAclGraphError,
@@ -25,7 +26,6 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
     WorkerError,
 )
-from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.kv.look_ups import LookUps

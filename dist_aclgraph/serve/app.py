@@ -28,8 +28,8 @@ from dist_aclgraph.actors.deployment.llm import start_on_ray
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import Config, load_config, read_value
 from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.hub import with_local_model
-from dist_aclgraph.log_folder import file_name, with_log_folder
+from dist_aclgraph.files.hub import with_local_model
+from dist_aclgraph.files.log_folder import file_name, with_log_folder
 from dist_aclgraph.logs import ProcessLog
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.http.access import Access, check_exposure, read_access

@@ -34,7 +34,7 @@ class SlidingWindow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rule:
+class _WindowRule:
     """The rule by which an architecture describes its windows in config.json.
 
     Attributes:
@@ -58,22 +58,22 @@ class _Rule:
 
 
 RULES = {
-    "Qwen2ForCausalLM": _Rule(layers="later", by_switch=True),
-    "Qwen3ForCausalLM": _Rule(layers="later", by_switch=True),
-    "Qwen3MoeForCausalLM": _Rule(by_type=False, by_switch=True),
-    "GptOssForCausalLM": _Rule(usual=128, layers="every second"),
-    "MistralForCausalLM": _Rule(),
-    "Mistral3ForConditionalGeneration": _Rule(),
-    "MinistralForCausalLM": _Rule(),
-    "Ministral3ForCausalLM": _Rule(usual=None, by_type=False),
-    "MixtralForCausalLM": _Rule(usual=None, by_type=False),
-    "Phi3ForCausalLM": _Rule(usual=None, by_type=False),
-    "Gemma3ForCausalLM": _Rule(layers="in groups", group=6),
-    "Gemma3ForConditionalGeneration": _Rule(layers="in groups", group=6),
-    "Olmo3ForCausalLM": _Rule(layers="in groups", by_pattern=False),
-    "Cohere2ForCausalLM": _Rule(layers="in groups"),
-    "Exaone4ForCausalLM": _Rule(layers="in groups"),
-    "Dots1ForCausalLM": _Rule(layers="later"),
+    "Qwen2ForCausalLM": _WindowRule(layers="later", by_switch=True),
+    "Qwen3ForCausalLM": _WindowRule(layers="later", by_switch=True),
+    "Qwen3MoeForCausalLM": _WindowRule(by_type=False, by_switch=True),
+    "GptOssForCausalLM": _WindowRule(usual=128, layers="every second"),
+    "MistralForCausalLM": _WindowRule(),
+    "Mistral3ForConditionalGeneration": _WindowRule(),
+    "MinistralForCausalLM": _WindowRule(),
+    "Ministral3ForCausalLM": _WindowRule(usual=None, by_type=False),
+    "MixtralForCausalLM": _WindowRule(usual=None, by_type=False),
+    "Phi3ForCausalLM": _WindowRule(usual=None, by_type=False),
+    "Gemma3ForCausalLM": _WindowRule(layers="in groups", group=6),
+    "Gemma3ForConditionalGeneration": _WindowRule(layers="in groups", group=6),
+    "Olmo3ForCausalLM": _WindowRule(layers="in groups", by_pattern=False),
+    "Cohere2ForCausalLM": _WindowRule(layers="in groups"),
+    "Exaone4ForCausalLM": _WindowRule(layers="in groups"),
+    "Dots1ForCausalLM": _WindowRule(layers="later"),
 }
 
 
@@ -111,7 +111,7 @@ def sliding_layers(config: ModelConfig) -> frozenset[int]:
     return frozenset(_layers(config, RULES[config.architecture]))
 
 
-def _layers(config: ModelConfig, rule: _Rule) -> Sequence[int]:
+def _layers(config: ModelConfig, rule: _WindowRule) -> Sequence[int]:
     num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
     kinds = config.texts("layer_types")
     if unknown := set(kinds) - set(LAYER_TYPES):

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.kv.block_files import BLOCK_AGE_S
 from dist_aclgraph.kv.block_pool import HASH_BYTES
 from dist_aclgraph.kv.checkpoints import BlockHash

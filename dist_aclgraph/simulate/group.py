@@ -19,13 +19,13 @@ import numpy as np
 
 from dist_aclgraph.actors.capture.graph_changes import GraphChanges
 from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
+from dist_aclgraph.arrays.ints import INT_BYTES, IntArray, pack_ints
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.ints import INT_BYTES, IntArray, pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import make_checkpoints
 from dist_aclgraph.kv.look_ups import LookUps
-from dist_aclgraph.planning.budget import Probe, StreamOffer, reserved_streams, total
+from dist_aclgraph.planning.budget import BucketProbe, StreamOffer, reserved_streams, total
 from dist_aclgraph.planning.commands import GraphAction, GraphAnswer
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.lazy import LazyGraphs
@@ -439,7 +439,7 @@ def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[St
         msgspec.structs.replace(
             offer,
             probes=tuple(
-                Probe(
+                BucketProbe(
                     graph=graph,
                     streams=total(model.price(family, offer)),
                     bytes=0,

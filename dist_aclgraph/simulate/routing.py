@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.routing import RequestRouter
 from dist_aclgraph.simulate.files import SimulatedNode

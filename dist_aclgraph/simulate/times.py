@@ -16,7 +16,7 @@ from typing import Any
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.choice import step_costs
 from dist_aclgraph.planning.descriptor import RunMode
-from dist_aclgraph.planning.step_line import Line
+from dist_aclgraph.planning.step_line import StepLine
 
 STEP_MS, TOKEN_MS, CAPTURE_MS = 10.0, 0.05, 50.0
 
@@ -40,7 +40,7 @@ class StepTimes:
     base_s: float = STEP_MS / 1e3
     token_s: float = TOKEN_MS / 1e3
     capture_s: float = CAPTURE_MS / 1e3
-    eager: Line | None = None
+    eager: StepLine | None = None
     measured: Mapping[RunMode, Mapping[int, float]] = field(default_factory=dict)
     source: str = ""
     _known: dict[tuple[int, RunMode], float] = field(default_factory=dict, compare=False)
@@ -99,11 +99,11 @@ def line_times(
     Raises:
         ConfigError: a step would take no time, or a negative time.
     """
-    eager_ms = Line(
+    eager_ms = StepLine(
         step_ms if eager_step_ms is None else eager_step_ms,
         token_ms if eager_token_ms is None else eager_token_ms,
     )
-    for line in (Line(step_ms, token_ms), eager_ms):
+    for line in (StepLine(step_ms, token_ms), eager_ms):
         if min(*line, capture_ms) < 0 or sum(line) <= 0:
             raise ConfigError(
                 f"a step of {line.base_s:g} ms and {line.token_s:g} ms for each token, a capture "
@@ -114,7 +114,7 @@ def line_times(
         step_ms / 1e3,
         token_ms / 1e3,
         capture_ms / 1e3,
-        None if is_same else Line(eager_ms.base_s / 1e3, eager_ms.token_s / 1e3),
+        None if is_same else StepLine(eager_ms.base_s / 1e3, eager_ms.token_s / 1e3),
     )
 
 
@@ -132,11 +132,11 @@ def read_times(path: Path, capture_ms: float) -> StepTimes:
         raise ConfigError(f"the times {path} are not JSON: {e}") from e
     measured: defaultdict[RunMode, dict[int, float]] = defaultdict(dict)
     captures = []
-    eager: list[tuple[int, Line]] = []
+    eager: list[tuple[int, StepLine]] = []
     try:
         for found in _groups(report):
             if times := found.get("eager_times"):
-                line = Line(float(times["base_seconds"]), float(times["token_seconds"]))
+                line = StepLine(float(times["base_seconds"]), float(times["token_seconds"]))
                 eager.append((int(times["steps"]), line))
             for bucket in found.get("buckets", ()):
                 if bucket["step_seconds"] > 0:
@@ -155,14 +155,14 @@ def read_times(path: Path, capture_ms: float) -> StepTimes:
     )
 
 
-def _mean(lines: Sequence[tuple[int, Line]]) -> Line | None:
+def _mean(lines: Sequence[tuple[int, StepLine]]) -> StepLine | None:
     """Return the mean of linear functions, weighted by their numbers of steps; None if there are no
     steps.
     """
     steps = sum(count for count, _ in lines)
     if not steps:
         return None
-    return Line(
+    return StepLine(
         sum(count * line.base_s for count, line in lines) / steps,
         sum(count * line.token_s for count, line in lines) / steps,
     )

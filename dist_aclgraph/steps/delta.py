@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from dist_aclgraph.arrays.ints import INT_BYTES, listed_ints, pack_ints, unpack_ints
 from dist_aclgraph.errors import NotAMessageError
-from dist_aclgraph.ints import INT_BYTES, listed_ints, pack_ints, unpack_ints
 from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.prompt_split import PromptSplit
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.padding import shard_lens
 

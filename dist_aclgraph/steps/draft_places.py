@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.context.place import ContextPlace
-from dist_aclgraph.ints import IntArray
 
 
 @dataclass(frozen=True)

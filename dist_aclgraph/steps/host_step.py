@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from dist_aclgraph.ints import IntArray
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.steps.draft_places import DraftPlaces
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.context.place import ContextPlace
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 
 PADDING_KV_LEN = 1

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.context.prompt_split import PromptSplit
 from dist_aclgraph.context.shards import PADDING_SLOT
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.host_step import HostStep
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dist_aclgraph.ints import IntArray
-from dist_aclgraph.packing import aligned
+from dist_aclgraph.arrays.ints import IntArray
+from dist_aclgraph.arrays.packing import aligned
 
 
 def first_last(k: int, num_rows: int) -> int:

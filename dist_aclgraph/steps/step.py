@@ -12,8 +12,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from dist_aclgraph.arrays.ints import INT_BYTES, listed_ints
 from dist_aclgraph.errors import DeviceFault
-from dist_aclgraph.ints import INT_BYTES, listed_ints
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.sampling import Structure

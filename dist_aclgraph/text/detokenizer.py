@@ -59,6 +59,12 @@ class Detokenizer:
             if len(self._held) == 1:
                 self._divide()
             return ""
+        # A token that is whole characters after whole characters needs no decoding.
+        if len(self._held) == 1 and (text := self._tokenizer.whole_text(token_id)):
+            self._window, self._num_shown, self._is_open = [token_id], len(text), False
+            self._held.clear()
+            self._token_texts.append(text)
+            return text
         self._window.append(token_id)
         if token_id in self._byte_ids:
             return ""

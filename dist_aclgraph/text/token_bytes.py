@@ -28,7 +28,9 @@ class TokenBytes:
         if "ByteFallback" in kinds:
             byte_tokens = [i for token, i in vocabulary.items() if _BYTE.fullmatch(token)]
             self.byte_ids = frozenset(byte_tokens)
+        self._only_joins = kinds == {"ByteLevel"}
         self._known: dict[int, bytes] = {}
+        self._whole: dict[int, str | None] = {}
         # Ids of a short text. Each token is decoded after these ids, because some tokenizers decode
         # the first token of a text differently.
         self._before: list[int] = []
@@ -40,6 +42,18 @@ class TokenBytes:
         if known is None:
             known = self._known[token_id] = self._find(token_id)
         return known
+
+    def whole_text(self, token_id: int) -> str | None:
+        """Return the text that a token always adds if the bytes before it are whole characters.
+
+        None if this text may depend on other tokens: the token's bytes are not whole characters, or
+        the decoder does more than to join bytes.
+        """
+        if token_id not in self._whole:
+            text = self[token_id].decode(errors="ignore") if self._only_joins else None
+            is_whole = text is not None and text.encode() == self[token_id]
+            self._whole[token_id] = text if is_whole else None
+        return self._whole[token_id]
 
     def _find(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)

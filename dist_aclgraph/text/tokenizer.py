@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from dist_aclgraph.arrays.token_ids import check_token_ids
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     DistAclGraphError,
@@ -31,7 +32,6 @@ from dist_aclgraph.text.added_tokens import read_added_tokens, tokens_by_id
 from dist_aclgraph.text.chat_template import DEFAULT, ChatOptions, read_chat_template
 from dist_aclgraph.text.tiktoken_file import read_tiktoken
 from dist_aclgraph.text.token_bytes import TokenBytes
-from dist_aclgraph.token_ids import check_token_ids
 
 # The files that can contain a tokenizer; the first one that exists is used.
 FILES = JSON, TIKTOKEN, SENTENCEPIECE = "tokenizer.json", "tiktoken.model", "tokenizer.model"
@@ -223,6 +223,12 @@ class Tokenizer:
         if self._cleans_up and (end := _UNCERTAIN_END.search(text)):
             return text[: end.start()]
         return text
+
+    def whole_text(self, token_id: int) -> str | None:
+        """Return the text that a token always adds after whole characters; None if this text may
+        depend on other tokens.
+        """
+        return None if self._cleans_up else self.token_bytes.whole_text(token_id)
 
     def own_text(self, token_id: int) -> str:
         """Return the text that a token adds in the middle of a text."""

@@ -22,11 +22,11 @@ from dist_aclgraph.actors.wire import block_fetches
 from dist_aclgraph.actors.wire.block_server import source_of
 from dist_aclgraph.actors.worker import hixl_memory
 from dist_aclgraph.actors.worker.node_files import NodeFiles, NodeFilesSettings
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.hixl import HixlEngine
 from dist_aclgraph.device.npu import runtime
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.group_files import GroupFiles
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 from dist_aclgraph.steps.copies import CopyJob

@@ -34,8 +34,8 @@ from dist_aclgraph.actors.wire.messages import (
     protocol,
 )
 from dist_aclgraph.actors.wire.step_channel import StepReceiver, StepSender
+from dist_aclgraph.arrays.ints import pack_ints, unpack_ints
 from dist_aclgraph.config import SchedulerConfig
-from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import HASH_BYTES, BlockPool
 from dist_aclgraph.kv.events import CacheEvents
 from dist_aclgraph.kv.look_ups import Files, LookUps

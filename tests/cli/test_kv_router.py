@@ -16,7 +16,7 @@ import pytest
 from tests.actors.leftovers import wait_until
 from tests.cli.test_changing_groups import WAIT_S
 from tests.cli.test_recovery import Service
-from tests.serve.test_kv_transfer import DECODE_ELSEWHERE
+from tests.serve.openai.test_kv_transfer import DECODE_ELSEWHERE
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 

@@ -22,7 +22,7 @@ from dist_aclgraph.errors import ConfigError, EngineDeadError, WorkerLostError
 from dist_aclgraph.planning.restarts import RestartBudget
 from tests.ports import free_port
 from tests.serve.conftest import CONFIG, until
-from tests.serve.test_llm import FakeDeployment
+from tests.serve.service.test_llm import FakeDeployment
 
 MODEL = "tiny-qwen3"
 WAIT_S = 180.0

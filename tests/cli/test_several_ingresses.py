@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.serve_client import make_request
-from benchmarks.serve_servers import Server, plain
+from benchmarks.processes.serve_client import make_request
+from benchmarks.processes.serve_servers import Server, plain
 from dist_aclgraph.actors.host import processes
 from dist_aclgraph.cli.opened import open_service
 from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.shipped import shipped
+from dist_aclgraph.files.shipped import shipped
 from tests.actors.leftovers import wait_until
 
 TOKEN_ID = 65

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.attention_steps import AttentionSteps
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.layers.latent_attention import LatentAttention, LatentCache
 from dist_aclgraph.models.mla import MultiHeadLatent
 from tests.engine.prompt_steps import prompt_step

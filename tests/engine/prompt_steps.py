@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.graphs.device_step import DeviceStep
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.host_step import NO_STEP, HostStep
 
 

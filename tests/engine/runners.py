@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dist_aclgraph.arrays.ints import pack_ints, unpack_ints
 from dist_aclgraph.comm.groups import ONE_RANK
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.device.versions import installed_name
 from dist_aclgraph.engine.model_runner import TORCH_DTYPES, ModelRunner
-from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.fusions import Fusions

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.comm.groups import ALONE, ONE_RANK, CommGroup, RankGroups
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.layers.state_metadata import (

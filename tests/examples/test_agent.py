@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from dist_aclgraph.actors.wire.messages import Submit
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.config import load_config
-from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.deployments import deployed

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.device.npu import external_event, runtime
 from dist_aclgraph.graphs.device_step import DeviceStep
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.host_step import NO_STEP, HostStep
 from tests import laws

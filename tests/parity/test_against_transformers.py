@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.config import Config
-from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.planning.buckets import asked_sizes
 from dist_aclgraph.steps.step import RowLogprobs
 from tests.checkpoints import ARCHITECTURES, logprobs

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 from tests.deployments import Answer, greedy_params, make_deployment_config
 from tests.lockstep import Lockstep, lockstep
 from tests.parity.conftest import Reference

@@ -18,7 +18,7 @@ import zmq
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint
 from dist_aclgraph.actors.wire.messages import (
     Abort,
-    Beat,
+    ClientBeat,
     Deltas,
     EngineStatus,
     Goodbye,
@@ -31,7 +31,7 @@ from dist_aclgraph.actors.wire.messages import (
     encoder,
     to_engine_decoder,
 )
-from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.arrays.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.delta import FinishReason, Note, StepDeltas
 from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs
 
@@ -172,7 +172,7 @@ class FakeEngine:
         self.groups: GroupList | None = None
         self._told: GroupList | None = None
         self.others_tokens = 0
-        self.last_beat = Beat()
+        self.last_beat = ClientBeat()
         self._numbers: dict[bytes, int] = {}  # for each client, the number of its last ``Deltas``
         self._names: dict[bytes, str] = {}
         self._running: dict[str, _Running] = {}
@@ -252,7 +252,7 @@ class FakeEngine:
                     self._send(client, self._told)
         elif client not in self._numbers:
             return
-        elif isinstance(message, Beat):
+        elif isinstance(message, ClientBeat):
             self.last_beat = message
             self._send(client, EngineStatus("", self.others_tokens))
         elif isinstance(message, Goodbye):

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from dist_aclgraph.actors.host import processes
 from dist_aclgraph.actors.wire.messages import Submit
-from dist_aclgraph.ints import INT_BYTES
+from dist_aclgraph.arrays.ints import INT_BYTES
 from tests.serve.conftest import until
 from tests.serve.fake_engine import FakeEngine
 

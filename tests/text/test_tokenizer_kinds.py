@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.openai.logprobs import chat_logprobs, completion_logprobs
 from dist_aclgraph.steps.step import RowLogprobs
@@ -80,6 +80,17 @@ def test_bytes_at_the_end_of_a_prompt_become_a_character_or_stay_its_own(kind, n
     output = [*(others if num_bytes else ()), by_bytes[b"e"]]
 
     assert "".join(map(detokenizer.feed, output)) + detokenizer.finish() == text
+
+
+def test_bytes_at_the_end_of_a_prompt_do_not_remove_a_later_replacement_character():
+    ours, _ = both("byte-level")
+    half = ours.encode("🦊")[:1]
+    detokenizer = Detokenizer(ours, [*ours.encode("a"), *half])
+    output = [*ours.encode("b"), *half]
+
+    pieces = [*map(detokenizer.feed, output), detokenizer.finish()]
+
+    assert "".join(pieces) == "b\ufffd"
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "split byte-level", "byte fallback", "metaspace"])

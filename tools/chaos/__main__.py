@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.command import run_command
-from benchmarks.report import Table
+from benchmarks.common.command import run_command
+from benchmarks.common.report import Table
 from dist_aclgraph.errors import ConfigError
 from tools.chaos.disk import small_disk
 from tools.chaos.hosts import Hosts, hosts

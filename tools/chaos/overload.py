@@ -26,9 +26,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.command import run_command
-from benchmarks.report import Table
-from benchmarks.workload import percentile
+from benchmarks.common.command import run_command
+from benchmarks.common.report import Table
+from benchmarks.common.workload import percentile
 from tools.chaos.service import Service, new_folder
 from tools.chaos.shapes import SHAPES
 

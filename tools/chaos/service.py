@@ -26,7 +26,7 @@ import httpx
 from dist_aclgraph.actors.host import processes, run_directory
 from dist_aclgraph.environment import environment_with
 from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.shipped import shipped
+from dist_aclgraph.files.shipped import shipped
 from tools.chaos.hosts import SHARED_MEMORY, session
 from tools.chaos.outcome import Sight
 from tools.chaos.shapes import Shape

@@ -20,8 +20,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.command import run_command
-from benchmarks.report import Table
+from benchmarks.common.command import run_command
+from benchmarks.common.report import Table
 from dist_aclgraph.actors.host import processes
 from dist_aclgraph.errors import ConfigError
 from tools.chaos import report

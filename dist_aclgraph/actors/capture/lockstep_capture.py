@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
 from dist_aclgraph.errors import CaptureError
-from dist_aclgraph.planning.budget import Probe, StreamOffer
+from dist_aclgraph.planning.budget import BucketProbe, StreamOffer
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.planning.plan import (
@@ -114,7 +114,7 @@ def probe_graphs(
             continue
         transaction.release([graph])
         probed = [
-            offer.with_probe(Probe(graph=graph, streams=cost.streams, bytes=cost.bytes))
+            offer.with_probe(BucketProbe(graph=graph, streams=cost.streams, bytes=cost.bytes))
             for offer, cost in zip(probed, outcome, strict=True)
         ]
     return probed

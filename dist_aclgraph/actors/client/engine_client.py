@@ -41,11 +41,11 @@ from dist_aclgraph.actors.wire.engine_link import (
 )
 from dist_aclgraph.actors.wire.messages import (
     Abort,
-    Answer,
     Deltas,
     Goodbye,
     GroupList,
     Hello,
+    QueryAnswer,
     QueryKind,
     Submit,
     ToEngine,
@@ -53,13 +53,13 @@ from dist_aclgraph.actors.wire.messages import (
     protocol,
 )
 from dist_aclgraph.actors.wire.sockets import Wakeup
+from dist_aclgraph.arrays.ints import IntArray, pack_ints
 from dist_aclgraph.errors import (
     DistAclGraphError,
     EngineDeadError,
     InvalidParameterError,
     PlacementError,
 )
-from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import row_sampling
 from dist_aclgraph.scheduler.routing import RequestRouter, RoutedCounts
@@ -447,7 +447,7 @@ class EngineClient:
             return
         try:
             for message in engine.link.receive():
-                if isinstance(message, Answer):
+                if isinstance(message, QueryAnswer):
                     self._queries.answer(engine, message)
                 elif isinstance(message, GroupList):
                     self._adopt(message)

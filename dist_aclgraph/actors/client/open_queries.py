@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NamedTuple
 
 from dist_aclgraph.actors.client.known_engine import KnownEngine
-from dist_aclgraph.actors.wire.messages import Answer, Query, QueryKind
+from dist_aclgraph.actors.wire.messages import Query, QueryAnswer, QueryKind
 from dist_aclgraph.errors import EngineDeadError
 
 
@@ -39,7 +39,7 @@ class OpenQueries:
             self._open[engine, opened.query.query_id] = opened
         return opened
 
-    def answer(self, engine: KnownEngine, answer: Answer) -> None:
+    def answer(self, engine: KnownEngine, answer: QueryAnswer) -> None:
         """Pass an engine's answer to the waiting thread; ignore late answers."""
         with self._lock:
             found = self._open.pop((engine, answer.query_id), None)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from dist_aclgraph.actors.wire.block_server import BlockSource
 from dist_aclgraph.actors.wire.messages import Submit
-from dist_aclgraph.ints import INT_BYTES
+from dist_aclgraph.arrays.ints import INT_BYTES
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import row_sampling
 from dist_aclgraph.steps.delta import RequestDelta

@@ -37,7 +37,7 @@ from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.actors.worker.worker_group import bundles_of_groups
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError, EngineUnavailableError, WorkerError
-from dist_aclgraph.log_folder import folder_path, with_log_folder
+from dist_aclgraph.files.log_folder import folder_path, with_log_folder
 from dist_aclgraph.logs import ProcessLog, event
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.restarts import StartLimit

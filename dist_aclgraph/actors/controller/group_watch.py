@@ -17,7 +17,7 @@ from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.host.liveness import Silence, beat_s
 from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.errors import DistAclGraphError, EngineDeadError
-from dist_aclgraph.log_folder import folder_path
+from dist_aclgraph.files.log_folder import folder_path
 from dist_aclgraph.logs import event
 from dist_aclgraph.topology import GroupRank, WorldRank
 

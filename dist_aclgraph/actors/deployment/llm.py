@@ -44,7 +44,7 @@ from dist_aclgraph.errors import (
     InvalidParameterError,
     RequestTooLongError,
 )
-from dist_aclgraph.hub import with_local_model
+from dist_aclgraph.files.hub import with_local_model
 from dist_aclgraph.sampling import (
     SamplingParams,
     check_truncation,
@@ -66,7 +66,7 @@ Message = Mapping[str, Any]
 
 
 @dataclass
-class _Choice:
+class _RunningOutput:
     """An output that is being generated."""
 
     request: RequestOutput
@@ -89,7 +89,7 @@ class LLM:
         overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``; they override ``options``.
         start: a function that starts the deployment, by default on Ray.
         options: options of vLLM, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; see the
-            list in ``vllm_options.py``.
+            list in ``config/vllm_options.py``.
 
     Raises:
         ConfigError: our configuration has no such option, or a value is not allowed.
@@ -366,14 +366,14 @@ class LLM:
             each = [self._prepare_params(params)] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidParameterError(f"{len(prompts)} prompts but {len(each)} parameters")
-        waiting: deque[_Choice] = deque()
+        waiting: deque[_RunningOutput] = deque()
         requests = []
         for prompt, own in zip(prompts, each, strict=True):
             choices = self._prepare(prompt, own)
             requests.append(choices[0].request)
             waiting += choices
         arrived: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
-        running: dict[str, _Choice] = {}
+        running: dict[str, _RunningOutput] = {}
         try:
             with _progress(len(waiting), shows_progress) as show:
                 while waiting or running:
@@ -426,7 +426,7 @@ class LLM:
             text, add_special_tokens=add_special_tokens, max_tokens=sys.maxsize
         )
 
-    def _prepare(self, given: GivenPrompt, params: SamplingParams) -> list[_Choice]:
+    def _prepare(self, given: GivenPrompt, params: SamplingParams) -> list[_RunningOutput]:
         """Check a prompt, and return one choice for each output that ``params`` requests."""
         ids = self._encode(given.text or "") if given.ids is None else token_ids(given.ids)
         self.tokenizer.check_ids(ids, "prompt")
@@ -457,10 +457,10 @@ class LLM:
             output = CompletionOutput(index, logprobs=None if own.logprobs is None else [])
             request.outputs.append(output)
             text = OutputText(self.tokenizer, ids, own)
-            choices.append(_Choice(request, output, own, text, given.cache_salt))
+            choices.append(_RunningOutput(request, output, own, text, given.cache_salt))
         return choices
 
-    def _advance(self, choice: _Choice, delta: RequestDelta) -> bool:
+    def _advance(self, choice: _RunningOutput, delta: RequestDelta) -> bool:
         """Append the new tokens of ``delta``. Return whether the choice has ended."""
         if delta.finish_reason == "error":
             raise error_of(delta)

@@ -27,6 +27,8 @@ from dist_aclgraph.actors.wire.block_fetches import BlockFetches
 from dist_aclgraph.actors.wire.client_links import ClientLink, ClientLinks
 from dist_aclgraph.actors.wire.messages import GroupList, Submit
 from dist_aclgraph.actors.wire.step_channel import StepSender
+from dist_aclgraph.arrays.ints import INT_BYTES, unpack_ints
+from dist_aclgraph.arrays.token_ids import check_token_ids
 from dist_aclgraph.errors import (
     DeviceFaultError,
     DistAclGraphError,
@@ -34,7 +36,6 @@ from dist_aclgraph.errors import (
     InvalidParameterError,
     WorkerLostError,
 )
-from dist_aclgraph.ints import INT_BYTES, unpack_ints
 from dist_aclgraph.logs import event
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import GraphPlan
@@ -46,7 +47,6 @@ from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.delta import last_words
 from dist_aclgraph.steps.step import Pause, StepPlan, StepResult
-from dist_aclgraph.token_ids import check_token_ids
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.wire.client_links import ClientLink
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.scheduler.group_copies import GroupCopies
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.request import Request

@@ -57,7 +57,7 @@ class FetchCounts:
 
 
 @dataclass
-class _Fetch:
+class _MissingBlocks:
     """The blocks that a request lacks.
 
     Attributes:
@@ -123,8 +123,10 @@ class BlockFetches:
         self._is_closing = False
         self._guard = threading.Lock()  # guards ``counts`` and the sources
         self.counts = FetchCounts()
-        self._fetches: queue.SimpleQueue[_Fetch | None] = queue.SimpleQueue()
-        self._running: list[_Fetch | None] = [None] * NUM_THREADS  # the fetch of each thread
+        self._fetches: queue.SimpleQueue[_MissingBlocks | None] = queue.SimpleQueue()
+        self._running: list[_MissingBlocks | None] = [
+            None
+        ] * NUM_THREADS  # the fetch of each thread
         self._threads = [
             threading.Thread(target=self._serve, args=(index,), name="kv-fetches", daemon=True)
             for index in range(NUM_THREADS)
@@ -265,11 +267,11 @@ class BlockFetches:
     ) -> Answer[bool]:
         if self._hangs():
             return lambda: True
-        fetch = _Fetch(source, names, depth, is_wanted, self._clock() + QUEUE_S)
+        fetch = _MissingBlocks(source, names, depth, is_wanted, self._clock() + QUEUE_S)
         self._fetches.put(fetch)
         return partial(self._has_ended, fetch)
 
-    def _has_ended(self, fetch: _Fetch) -> bool | None:
+    def _has_ended(self, fetch: _MissingBlocks) -> bool | None:
         # After the deadline, the request stops waiting, because the thread may hang in a file
         # system.
         if self._clock() > fetch.deadline_s:
@@ -310,7 +312,7 @@ class BlockFetches:
                 self._running[index] = None
                 fetch.done.set()
 
-    def _run(self, context: Context, fetch: _Fetch) -> None:
+    def _run(self, context: Context, fetch: _MissingBlocks) -> None:
         with self._guard:  # so that each thread sees the routes that the other threads have chosen
             fetch.ways = [way for way in self._ways(fetch.source) if not self._is_paused(way)]
         if not fetch.ways or not self._goes_on(fetch):
@@ -343,7 +345,7 @@ class BlockFetches:
     def _read(
         self,
         links: SourceLinks,
-        fetch: _Fetch,
+        fetch: _MissingBlocks,
         way: Endpoints,
         files: Mapping[FileKind, Sequence[KVTiers]],
         first: int,
@@ -374,14 +376,14 @@ class BlockFetches:
             self._files[place] = tiers_of(self._config, place, self._identity)
         return self._files[place]
 
-    def _goes_on(self, fetch: _Fetch) -> bool:
+    def _goes_on(self, fetch: _MissingBlocks) -> bool:
         is_late = self._clock() > fetch.deadline_s
         return not (is_late or self._is_closing) and fetch.is_wanted()
 
     def _copy_state(
         self,
         links: SourceLinks,
-        fetch: _Fetch,
+        fetch: _MissingBlocks,
         places: Mapping[int, KVTiers],
         names: Sequence[BlockHash],
         depth: int,
@@ -401,7 +403,7 @@ class BlockFetches:
     def _copy(
         self,
         links: SourceLinks,
-        fetch: _Fetch,
+        fetch: _MissingBlocks,
         kind: FileKind,
         places: Mapping[int, KVTiers],
         names: Sequence[BlockHash],

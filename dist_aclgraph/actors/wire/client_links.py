@@ -22,7 +22,7 @@ from dist_aclgraph.actors.wire.context import make_context
 from dist_aclgraph.actors.wire.messages import (
     MAX_UNREAD_BYTES,
     Abort,
-    Beat,
+    ClientBeat,
     Deltas,
     EngineStatus,
     FromEngine,
@@ -78,7 +78,7 @@ class ClientLink:
 
     Attributes:
         unread: the number and the size in bytes of each message that the client has not confirmed.
-        waiting_tokens: the load that the client last reported; see ``Beat``.
+        waiting_tokens: the load that the client last reported; see ``ClientBeat``.
         groups_version: version of the group list that the client uses.
     """
 
@@ -250,7 +250,7 @@ class ClientLinks:
         link.silence.heard()
         if isinstance(message, Submit | Abort):
             self._events.put((link, message))
-        elif isinstance(message, Beat):
+        elif isinstance(message, ClientBeat):
             link.confirm(message.received)
             link.waiting_tokens = message.waiting_tokens
             link.groups_version = message.groups_version

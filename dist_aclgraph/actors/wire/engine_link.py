@@ -13,12 +13,12 @@ from dist_aclgraph.actors.host.liveness import Silence
 from dist_aclgraph.actors.wire.addresses import Endpoint
 from dist_aclgraph.actors.wire.context import Context
 from dist_aclgraph.actors.wire.messages import (
-    Answer,
-    Beat,
+    ClientBeat,
     Deltas,
     EngineStatus,
     GroupList,
     Hello,
+    QueryAnswer,
     Refused,
     ToEngine,
     encoder,
@@ -96,7 +96,7 @@ class EngineLink:
         with contextlib.suppress(zmq.Again):
             self._socket.send(encoder.encode(message), zmq.NOBLOCK)
 
-    def receive(self) -> Iterator[Deltas | Answer | GroupList]:
+    def receive(self) -> Iterator[Deltas | QueryAnswer | GroupList]:
         """Yield the messages that the engine has sent.
 
         Raises:
@@ -143,7 +143,7 @@ class EngineLink:
             raise self._lost("gone", "the connection to the engine has ended: its process is gone")
 
     def beat(self, waiting_tokens: int, groups_version: int) -> None:
-        """Send a heartbeat (``Beat``), and check for how long the engine has been silent.
+        """Send a heartbeat (``ClientBeat``), and check for how long the engine has been silent.
 
         Raises:
             EngineDeadError: the engine has been silent for too long.
@@ -154,7 +154,7 @@ class EngineLink:
             silent_s = self._silence.silent_s
             raise self._lost("silent", f"the engine has been silent for {silent_s:.1f} s")
         if self.is_welcome:  # the engine has answered Hello
-            self.send(Beat(self._received, waiting_tokens, groups_version))
+            self.send(ClientBeat(self._received, waiting_tokens, groups_version))
 
     def close(self, linger_ms: int = LAST_WORDS_MS) -> None:
         """End the connection. Idempotent."""

@@ -1,7 +1,7 @@
 """The messages between an engine (ZeroMQ's ROUTER socket) and its clients (DEALER sockets).
 
 Messages are plain MessagePack, like the messages between engine and workers (``steps/step.py``).
-Each message is one frame. A client sends ``Hello`` first, and ``Beat`` regularly. The engine
+Each message is one frame. A client sends ``Hello`` first, and ``ClientBeat`` regularly. The engine
 replies to each of these messages with an ``EngineStatus``. If the token is wrong, it replies with
 ``Refused``. The engine ignores a peer that has not sent ``Hello``. After ``Hello``, and whenever
 the groups change, the engine sends the ``GroupList``. If a link fails, the engine aborts the
@@ -39,7 +39,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     protocol: str = ""  # hash of all messages, see ``protocol``; old clients send ""
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
+class ClientBeat(msgspec.Struct, frozen=True, tag="beat"):
     """A client's heartbeat.
 
     Attributes:
@@ -154,7 +154,7 @@ class GroupList(msgspec.Struct, frozen=True, tag="groups"):
     groups: tuple[GroupEntry, ...]
 
 
-class Answer(msgspec.Struct, frozen=True, tag="answer"):
+class QueryAnswer(msgspec.Struct, frozen=True, tag="answer"):
     """Answer to a query: a JSON object."""
 
     query_id: int
@@ -170,8 +170,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-ToEngine = Hello | Beat | Submit | Abort | Query | Goodbye
-FromEngine = Deltas | EngineStatus | GroupList | Answer | Refused
+ToEngine = Hello | ClientBeat | Submit | Abort | Query | Goodbye
+FromEngine = Deltas | EngineStatus | GroupList | QueryAnswer | Refused
 
 
 @cache
@@ -186,8 +186,8 @@ to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(T
 from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
-def answer(query: Query, body: dict[str, Any]) -> Answer:
-    return Answer(query.query_id, json.dumps(body).encode())
+def answer(query: Query, body: dict[str, Any]) -> QueryAnswer:
+    return QueryAnswer(query.query_id, json.dumps(body).encode())
 
 
 def failed(request_id: str, error: errors.DistAclGraphError) -> RequestDelta:

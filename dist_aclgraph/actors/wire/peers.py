@@ -31,7 +31,7 @@ from dist_aclgraph.actors.wire.block_server import BlockServer, BlockSource, Fil
 from dist_aclgraph.actors.wire.lent_files import LentFiles
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.key_files import read_key_file
+from dist_aclgraph.files.key_files import read_key_file
 from dist_aclgraph.kv.group_files import Holders
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 

@@ -22,8 +22,8 @@ from dist_aclgraph.actors.wire.block_server import BlockServer, NodeServer, tier
 from dist_aclgraph.actors.wire.lent_files import LentFiles
 from dist_aclgraph.actors.wire.peers import open_server
 from dist_aclgraph.actors.worker.hixl_memory import HixlMemory
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.config import Config
-from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import HASH_BYTES
 from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.kv.look_ups import (

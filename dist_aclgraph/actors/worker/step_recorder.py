@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dist_aclgraph.actors.host import processes
-from dist_aclgraph.collective_place import NUM_STEPS, CollectivePlace
+from dist_aclgraph.arrays.ints import unpack_ints
+from dist_aclgraph.comm.collective_place import NUM_STEPS, CollectivePlace
 from dist_aclgraph.config import Config
-from dist_aclgraph.ints import unpack_ints
-from dist_aclgraph.log_folder import last_change_s, open_folder
+from dist_aclgraph.files.log_folder import last_change_s, open_folder
 from dist_aclgraph.planning.commands import GraphCommand
 from dist_aclgraph.steps.step import RankPlan
 
@@ -284,7 +284,7 @@ class DevicePlace:
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedSteps:
     """What a rank has recorded.
 
     Attributes:
@@ -309,7 +309,7 @@ class Recording:
     place: DevicePlace | None = None
 
 
-def read_recording(path: Path) -> Recording:
+def read_recording(path: Path) -> RecordedSteps:
     """Read a rank's file.
 
     Raises:
@@ -327,7 +327,7 @@ def read_recording(path: Path) -> Recording:
     ]
     steps = tuple(_read_step(data, at) for at in places)
     words = data[WORDS_AT : WORDS_AT + MAX_WORDS_BYTES].rstrip(b"\0").decode(errors="replace")
-    return Recording(
+    return RecordedSteps(
         host.rstrip(b"\0").decode(errors="replace"),
         pid,
         rank,

@@ -20,7 +20,7 @@ from dist_aclgraph.actors.worker.step_recorder import (
     WAITS,
     DevicePlace,
     RecordedStep,
-    Recording,
+    RecordedSteps,
 )
 
 ENGINE_GONE = "EngineDeadError"
@@ -42,7 +42,7 @@ class Explanation:
     sentence: str
 
 
-def explain_stop(recordings: Sequence[Recording]) -> Explanation:
+def explain_stop(recordings: Sequence[RecordedSteps]) -> Explanation:
     """Return why a group stopped. ``recordings`` contains one recording of each rank."""
     found = _explain(recordings)
     if all(doing_of(recording) == IDLE for recording in recordings):
@@ -50,7 +50,7 @@ def explain_stop(recordings: Sequence[Recording]) -> Explanation:
     return Explanation(found.blamed, found.sentence + _on_devices(recordings))
 
 
-def _explain(recordings: Sequence[Recording]) -> Explanation:
+def _explain(recordings: Sequence[RecordedSteps]) -> Explanation:
     for rule in (_another_plan, _without_a_word, _failed, _behind, _not_waiting):
         if (found := rule(recordings)) is not None:
             return found
@@ -59,7 +59,7 @@ def _explain(recordings: Sequence[Recording]) -> Explanation:
     return _stalled(recordings)
 
 
-def _stalled(recordings: Sequence[Recording]) -> Explanation:
+def _stalled(recordings: Sequence[RecordedSteps]) -> Explanation:
     """If all ranks wait for their devices, blame the ranks whose devices are behind the others."""
     waited = f"all ranks waited for their devices {_in_step(_last(recordings))}: "
     places = _by_place(recordings)
@@ -74,21 +74,21 @@ def _stalled(recordings: Sequence[Recording]) -> Explanation:
     )
 
 
-def _by_place(recordings: Sequence[Recording]) -> list[tuple[DevicePlace, list[Recording]]]:
+def _by_place(recordings: Sequence[RecordedSteps]) -> list[tuple[DevicePlace, list[RecordedSteps]]]:
     """Group the ranks by the places of their devices; the earliest place comes first."""
-    ranks: defaultdict[DevicePlace, list[Recording]] = defaultdict(list)
+    ranks: defaultdict[DevicePlace, list[RecordedSteps]] = defaultdict(list)
     for recording in recordings:
         if recording.place is not None:
             ranks[recording.place].append(recording)
     return sorted(ranks.items(), key=lambda item: item[0])
 
 
-def _on_devices(recordings: Sequence[Recording]) -> str:
+def _on_devices(recordings: Sequence[RecordedSteps]) -> str:
     found = [f"{_names(ranks)} {place}" for place, ranks in _by_place(recordings)]
     return f"; the last collectives that devices began: {'; '.join(found)}" if found else ""
 
 
-def _idle(recordings: Sequence[Recording]) -> str:
+def _idle(recordings: Sequence[RecordedSteps]) -> str:
     last = _last(recordings)
     when = "before the first step" if last < 0 else f"after step {last}"
     if all(recording.state == ENDED for recording in recordings):
@@ -96,14 +96,14 @@ def _idle(recordings: Sequence[Recording]) -> str:
     return f"no rank was at work: the engine sent nothing {when}"
 
 
-def doing_of(recording: Recording) -> str:
+def doing_of(recording: RecordedSteps) -> str:
     """Return a rank's last state. If the rank was told to stop, return the state that the rank had
     before.
     """
     return recording.words if recording.state == ENDED else recording.state
 
 
-def status_of(recording: Recording) -> str:
+def status_of(recording: RecordedSteps) -> str:
     """Return a text that says what the rank did last."""
     if recording.state == FAILED:
         return f"failed: {recording.words}"
@@ -111,12 +111,12 @@ def status_of(recording: Recording) -> str:
     return f"{words}, until it was told to stop" if recording.state == ENDED else words
 
 
-def step_of(recording: Recording) -> int:
+def step_of(recording: RecordedSteps) -> int:
     """Return the number of the last step that a rank has begun; -1 if it has begun none."""
     return recording.steps[-1].step if recording.steps else -1
 
 
-def _words_of(state: str, recording: Recording) -> str:
+def _words_of(state: str, recording: RecordedSteps) -> str:
     if state == WAITS:
         return "waits for its device"
     if state == IDLE:
@@ -130,7 +130,7 @@ def _words_of(state: str, recording: Recording) -> str:
     return f"is stuck on its host, after the stage {state}"
 
 
-def _last(recordings: Sequence[Recording]) -> int:
+def _last(recordings: Sequence[RecordedSteps]) -> int:
     return max(map(step_of, recordings))
 
 
@@ -138,15 +138,15 @@ def _in_step(step: int) -> str:
     return "before the first step" if step < 0 else f"in step {step}"
 
 
-def _names(recordings: Sequence[Recording]) -> str:
+def _names(recordings: Sequence[RecordedSteps]) -> str:
     return f"rank {', '.join(str(recording.rank) for recording in recordings)}"
 
 
-def _blame(found: Sequence[Recording], sentence: str) -> Explanation:
+def _blame(found: Sequence[RecordedSteps], sentence: str) -> Explanation:
     return Explanation(tuple(recording.rank for recording in found), sentence)
 
 
-def _another_plan(recordings: Sequence[Recording]) -> Explanation | None:
+def _another_plan(recordings: Sequence[RecordedSteps]) -> Explanation | None:
     """Find a step for which most ranks got the same plan and batch. Blame the other ranks.
 
     Batches are compared only among the ranks of one data-parallel rank.
@@ -166,13 +166,13 @@ def _another_plan(recordings: Sequence[Recording]) -> Explanation | None:
     return None
 
 
-def _unlike_most(digests: Sequence[tuple[Recording, int]]) -> list[Recording]:
+def _unlike_most(digests: Sequence[tuple[RecordedSteps, int]]) -> list[RecordedSteps]:
     """Return the recordings whose digest differs from the digest of most recordings."""
     ((most, _), *_) = Counter(digest for _, digest in digests).most_common()
     return [recording for recording, digest in digests if digest != most]
 
 
-def _without_a_word(recordings: Sequence[Recording]) -> Explanation | None:
+def _without_a_word(recordings: Sequence[RecordedSteps]) -> Explanation | None:
     """If some ranks recorded a failure or the command to stop, blame the ranks that recorded
     neither of the two.
     """
@@ -190,7 +190,7 @@ def _without_a_word(recordings: Sequence[Recording]) -> Explanation | None:
     )
 
 
-def _failed(recordings: Sequence[Recording]) -> Explanation | None:
+def _failed(recordings: Sequence[RecordedSteps]) -> Explanation | None:
     """Blame the rank that failed first."""
     failed = sorted((r for r in recordings if r.state == FAILED), key=lambda r: r.at_ns)
     if not failed:
@@ -203,7 +203,7 @@ def _failed(recordings: Sequence[Recording]) -> Explanation | None:
     )
 
 
-def _behind(recordings: Sequence[Recording]) -> Explanation | None:
+def _behind(recordings: Sequence[RecordedSteps]) -> Explanation | None:
     """Blame ranks that have not begun the last step of the other ranks."""
     last = _last(recordings)
     behind = [recording for recording in recordings if step_of(recording) < last]
@@ -213,7 +213,7 @@ def _behind(recordings: Sequence[Recording]) -> Explanation | None:
     return _blame(behind, f"{_names(behind)} never began step {last}: {where}")
 
 
-def _not_waiting(recordings: Sequence[Recording]) -> Explanation | None:
+def _not_waiting(recordings: Sequence[RecordedSteps]) -> Explanation | None:
     """If some ranks wait for their devices, blame the ranks whose hosts are stuck."""
     odd = [r for r in recordings if doing_of(r) not in (WAITS, IDLE)]
     if not odd or (len(odd) == len(recordings) and len(odd) > 1):
@@ -223,7 +223,7 @@ def _not_waiting(recordings: Sequence[Recording]) -> Explanation | None:
     return _blame(odd, f"{_in_step(_last(recordings))}, {where}{others}")
 
 
-def _slow(recordings: Sequence[Recording]) -> Explanation | None:
+def _slow(recordings: Sequence[RecordedSteps]) -> Explanation | None:
     """If all ranks stopped gracefully, blame a rank for which the other ranks waited."""
     waits = [mean_wait_us(recording) for recording in recordings]
     known = [wait for wait in waits if wait is not None]
@@ -241,7 +241,7 @@ def _slow(recordings: Sequence[Recording]) -> Explanation | None:
     )
 
 
-def mean_wait_us(recording: Recording) -> float | None:
+def mean_wait_us(recording: RecordedSteps) -> float | None:
     """Return a rank's mean wait for the results of a step, in microseconds; None if there were too
     few steps.
     """

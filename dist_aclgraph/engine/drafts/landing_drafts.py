@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.device.npu import Npu, runtime
-from dist_aclgraph.ints import IntArray
 
 
 class LandingDrafts:

@@ -6,8 +6,8 @@ from concurrent.futures import Future
 
 import llguidance
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.engine.masks.permitted import ALL, Permitted, set_bit
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.sampling import Structure
 from dist_aclgraph.steps.step import RowSampling
 from dist_aclgraph.text.grammar_errors import TOO_AMBIGUOUS, reason_of
@@ -23,7 +23,7 @@ class NotReadyError(Exception):
     """The next mask is not computed yet, or the row's grammar is not compiled yet."""
 
 
-class Row:
+class GrammarRow:
     """The state of one row that has a grammar, or a maximum number of reasoning tokens.
 
     Attributes:

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.engine.input_batch import InputBatch
-from dist_aclgraph.engine.masks.grammar_row import NO_MATCH, NotReadyError, Row, allow
+from dist_aclgraph.engine.masks.grammar_row import NO_MATCH, GrammarRow, NotReadyError, allow
 from dist_aclgraph.engine.masks.grammars import Grammars
 from dist_aclgraph.engine.masks.permitted import ALL, BITS, FORBIDS_ALL, Permitted
 from dist_aclgraph.engine.masks.slow_row import PATIENCE_S, SlowRow
 from dist_aclgraph.engine.sampling.sampling_places import StepPlaces
 from dist_aclgraph.engine.sampling.token_counts import ToDevice
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RowSampling
 from dist_aclgraph.text.grammar_errors import TOO_MANY_STATES
@@ -99,7 +99,7 @@ class Matchers:
         self._grammars = Grammars(read_vocabulary)
         self._num_words = -(-vocab_size // BITS)
         self._num_places = num_places
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, GrammarRow] = {}
         self._tails: dict[int, _Tail] = {}
         # For the last step: the requests whose matchers have failed, with the reasons, and the
         # requests whose grammars were not compiled yet. Requests are given by their indices among
@@ -148,7 +148,7 @@ class Matchers:
         self._rows[row] = (
             SlowRow(sampling, matcher, ends, permitted, self._grammars, is_shared=is_shared)
             if is_slow
-            else Row(sampling, matcher, ends, permitted, is_shared=is_shared)
+            else GrammarRow(sampling, matcher, ends, permitted, is_shared=is_shared)
         )
 
     @property

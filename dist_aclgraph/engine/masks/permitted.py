@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dist_aclgraph.ints import IntArray, unpack_ints
+from dist_aclgraph.arrays.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.step import RowSampling
 
 BITS = 32

@@ -16,16 +16,16 @@ from concurrent.futures import TimeoutError as NotDoneError
 import llguidance
 import numpy as np
 
-from dist_aclgraph.engine.masks.grammar_row import NO_MATCH, NotReadyError, Row
+from dist_aclgraph.arrays.ints import IntArray
+from dist_aclgraph.engine.masks.grammar_row import NO_MATCH, GrammarRow, NotReadyError
 from dist_aclgraph.engine.masks.grammars import Grammars
 from dist_aclgraph.engine.masks.permitted import ALL, BITS, Permitted
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.step import RowSampling
 
 PATIENCE_S = 0.005  # seconds that a step waits for the masks of all slow rows
 
 
-class SlowRow(Row):
+class SlowRow(GrammarRow):
     """A row whose masks are computed by a separate thread. Only that thread uses the matcher."""
 
     def __init__(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_aclgraph.ints import IntArray
+from dist_aclgraph.arrays.ints import IntArray
 
 Words = tuple[tuple[int, ...], ...]
 

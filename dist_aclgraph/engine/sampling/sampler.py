@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray, pack_ints
 from dist_aclgraph.engine.sampling.race_noise import RaceNoise, make_keys
 from dist_aclgraph.engine.sampling.sampling_places import (
     AskedLogprobs,
@@ -25,7 +26,6 @@ from dist_aclgraph.engine.sampling.sampling_places import (
     WideTopK,
 )
 from dist_aclgraph.engine.sampling.token_counts import ToDevice, TokenCounts
-from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.sampling import MAX_LOGPROBS
 from dist_aclgraph.steps.step import RowLogprobs
 

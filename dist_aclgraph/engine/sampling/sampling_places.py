@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from dist_aclgraph.arrays.ints import IntArray
+from dist_aclgraph.arrays.packing import stack_rows
 from dist_aclgraph.engine.sampling.race_noise import mix_seeds
 from dist_aclgraph.engine.sampling.sampling_table import SamplingTable
 from dist_aclgraph.engine.sampling.token_counts import Penalties, ToDevice
-from dist_aclgraph.ints import IntArray
-from dist_aclgraph.packing import stack_rows
 from dist_aclgraph.steps.host_step import HostStep
 
 MAX_OPERATOR_K = 1024  # the largest k that npu_top_k_top_p accepts

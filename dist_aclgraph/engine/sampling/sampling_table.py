@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dist_aclgraph.ints import IntArray, unpack_ints
+from dist_aclgraph.arrays.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.step import RowSampling
 
 # The fields of RowSampling that the sampler reads as numbers.

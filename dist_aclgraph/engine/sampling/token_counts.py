@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_aclgraph.ints import IntArray
+from dist_aclgraph.arrays.ints import IntArray
 
 IN_PROMPT = 0.5  # added to the count of a token that occurs in the prompt
 

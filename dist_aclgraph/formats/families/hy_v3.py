@@ -25,7 +25,7 @@ from dist_aclgraph.formats.tools import Tools
 
 
 @dataclass(frozen=True)
-class Tags:
+class HyTags:
     """The tags of the format, with or without the ending ":opensource". They are around all calls,
     around one call, between a call's name and its arguments, and around the arguments.
     """
@@ -44,12 +44,12 @@ class Tags:
         return *self.calls, *self.call, self.separator, *self.pairs.key, *self.pairs.value
 
 
-def _spelled(suffix: str) -> Tags:
+def _spelled(suffix: str) -> HyTags:
     calls, call, key, value = (
         (f"<{name}{suffix}>", f"</{name}{suffix}>")
         for name in ("tool_calls", "tool_call", "arg_key", "arg_value")
     )
-    return Tags(calls, call, f"<tool_sep{suffix}>", PairTags(key, value, call[1]))
+    return HyTags(calls, call, f"<tool_sep{suffix}>", PairTags(key, value, call[1]))
 
 
 RELEASED, PREVIEW = _spelled(":opensource"), _spelled("")
@@ -85,7 +85,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
 
 
 def _copy_calls(
-    scanner: Scanner, tools: Tools, tags: Tags, before: str, begins: list[str]
+    scanner: Scanner, tools: Tools, tags: HyTags, before: str, begins: list[str]
 ) -> Scan[str | None]:
     """Read calls, and the content after them up to one of ``begins``. The tag before the first call
     was already read. Return the marker that ends the content.
@@ -142,6 +142,6 @@ def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
     return f"{lark.text(begin + chr(10))} {inner} {lark.text(end)}"
 
 
-def _written(lark: Lark) -> Tags:
+def _written(lark: Lark) -> HyTags:
     """Return the tags in the spelling that the checkpoint's vocabulary has as tokens."""
     return RELEASED if lark.is_token(RELEASED.calls[0]) else PREVIEW

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dist_aclgraph.formats.json_call import Outcome, copy_call
+from dist_aclgraph.formats.json_call import CallOutcome, copy_call
 from dist_aclgraph.formats.lark import Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -45,12 +45,12 @@ def _copy_calls(scanner: Scanner, tools: Tools, before: str) -> Scan[None]:
         while (yield from scanner.match(tag)):
             yield from scanner.skip_space()
         outcome = yield from copy_call(scanner, tools)
-        if outcome is Outcome.NO_CALL:
+        if outcome is CallOutcome.NO_CALL:
             scanner.content(before + scanner.give_back())
             return
         scanner.let_go()
         before = ""
-        if outcome is Outcome.CUT:
+        if outcome is CallOutcome.CUT:
             return
         scanner.keep()
         yield from scanner.skip_space()

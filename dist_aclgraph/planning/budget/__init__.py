@@ -26,7 +26,7 @@ from dist_aclgraph.planning.budget.links import (
 )
 from dist_aclgraph.planning.budget.model import BudgetModel, BudgetTerm, Limit, Price, total
 from dist_aclgraph.planning.budget.offer import (
-    Probe,
+    BucketProbe,
     StreamOffer,
     max_piecewise_sizes,
     share_cards,
@@ -36,6 +36,7 @@ from dist_aclgraph.planning.budget.workload import Workload
 __all__ = [
     "MAX_LINKS",
     "PART_BYTES",
+    "BucketProbe",
     "BudgetModel",
     "BudgetTerm",
     "CalibratedBudget",
@@ -45,7 +46,6 @@ __all__ = [
     "LegacyInputs",
     "Limit",
     "Price",
-    "Probe",
     "StreamOffer",
     "Variant",
     "Workload",

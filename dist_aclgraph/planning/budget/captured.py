@@ -70,7 +70,7 @@ COLLECTIVE = 4  # entries on HCCL's lane: a wait, the collective, two records
 
 
 @dataclass(frozen=True)
-class Shape:
+class GraphShape:
     """One graph of a bucket, or several equal graphs of a bucket.
 
     Attributes:
@@ -113,7 +113,7 @@ class Shape:
         return tuple(term for term in terms if term.total)
 
 
-def shapes(family: GraphFamily, workload: Workload) -> tuple[Shape, ...]:
+def shapes(family: GraphFamily, workload: Workload) -> tuple[GraphShape, ...]:
     """Return the shapes of one bucket's graphs, including the graphs for drafts."""
     found = _model_shapes(family, workload, workload.num_layers, 1, "")
     if not (workload.draft_layers and family.query_len):
@@ -122,7 +122,7 @@ def shapes(family: GraphFamily, workload: Workload) -> tuple[Shape, ...]:
     return found + _model_shapes(family, workload, workload.draft_layers, steps, "draft ")
 
 
-def price_of(found: tuple[Shape, ...], workload: Workload) -> Price:
+def price_of(found: tuple[GraphShape, ...], workload: Workload) -> Price:
     """Return how many queues all graphs of a bucket need, with one number for each shape and each
     cause.
     """
@@ -135,7 +135,7 @@ def price_of(found: tuple[Shape, ...], workload: Workload) -> Price:
 
 def _model_shapes(
     family: GraphFamily, workload: Workload, layers: int, steps: int, prefix: str
-) -> tuple[Shape, ...]:
+) -> tuple[GraphShape, ...]:
     is_split = any("tp" in domain.kinds for domain in workload.domains)
     embedding, head = EMBEDDING, LAST_NORM + HEAD
     if is_split:
@@ -158,18 +158,18 @@ def _model_shapes(
         copies = workload.num_kv_sizes if is_padded else 1
         count = {d: steps * _in_full(d, layers, workload) for d in workload.domains}
         beside *= steps * layers
-        return (Shape(f"{prefix}graph", copies, steps * main, _touched(count), beside),)
+        return (GraphShape(f"{prefix}graph", copies, steps * main, _touched(count), beside),)
     # Collectives of context parallelism belong to attention, so piecewise graphs contain none of
     # them.
     norms = {d: _before_attention(d, workload) for d in workload.domains}
     first = {d: int("tp" in d.kinds) + norms[d] for d in workload.domains}
     last = {d: _after_attention(d) for d in workload.domains}
     later = {d: last[d] + norms[d] for d in workload.domains}
-    between = Shape(f"{prefix}pieces between", layers - 1, layer, _touched(later), beside)
+    between = GraphShape(f"{prefix}pieces between", layers - 1, layer, _touched(later), beside)
     return (
-        Shape(f"{prefix}first piece", 1, embedding + before, _touched(first)),
+        GraphShape(f"{prefix}first piece", 1, embedding + before, _touched(first)),
         *([between] if layers > 1 else []),
-        Shape(f"{prefix}last piece", 1, after + LAST_NORM, _touched(last), beside),
+        GraphShape(f"{prefix}last piece", 1, after + LAST_NORM, _touched(last), beside),
     )
 
 

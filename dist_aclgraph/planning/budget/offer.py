@@ -14,7 +14,7 @@ ASCEND_950_PIECEWISE_SIZES = 4  # the driver's limit (vllm-ascend: MAX_CAPTURE_S
 ANY_BYTES = 1 << 62
 
 
-class Probe(msgspec.Struct, frozen=True, kw_only=True):
+class BucketProbe(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of one bucket on one rank. The rank measures it by capturing and releasing the
     bucket.
     """
@@ -41,16 +41,16 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
     card: str = ""  # name of the card, if its ranks share streams; otherwise ""
     taken: dict[str, int] = {}  # number of streams already in use; the keys name the users
     max_sizes: int | None = None  # maximum number of piecewise buckets; None means no limit
-    probes: tuple[Probe, ...] = ()
+    probes: tuple[BucketProbe, ...] = ()
 
     @property
     def usable(self) -> int:
         return max(0, self.available - self.reserve)
 
-    def with_probe(self, probe: Probe) -> StreamOffer:
+    def with_probe(self, probe: BucketProbe) -> StreamOffer:
         return msgspec.structs.replace(self, probes=(*self.probes, probe))
 
-    def probes_of(self, family: GraphFamily) -> tuple[Probe, ...]:
+    def probes_of(self, family: GraphFamily) -> tuple[BucketProbe, ...]:
         """Return the probes of graphs of this family's kind. The probe of the largest bucket comes
         first.
         """

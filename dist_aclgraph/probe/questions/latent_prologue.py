@@ -20,7 +20,7 @@ LATENT, ROTATED, PLAIN, HEADS, EPSILON = 512, 64, 128, 4, 1e-6
 SLOTS = (5, -1, 18)  # slots of three tokens; nothing is written to slot -1
 
 
-class _Call:
+class _Inputs:
     """The inputs of a call, on the host."""
 
     def __init__(
@@ -110,7 +110,7 @@ class _Call:
 
 
 def _queries_and_cache(bench: Bench) -> Answer:
-    call = _Call(bench)
+    call = _Inputs(bench)
     answer = Answer(EQUAL)
     for got, want in zip(call.run(), call.expected(), strict=True):
         answer = bench.compare(got.view(want.shape), want, BFLOAT16)
@@ -120,7 +120,7 @@ def _queries_and_cache(bench: Bench) -> Answer:
 
 
 def _accepts(bench: Bench, **sizes: int) -> str:
-    _Call(bench, **sizes).run()
+    _Inputs(bench, **sizes).run()
     return ACCEPTED
 
 

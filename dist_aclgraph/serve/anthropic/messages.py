@@ -21,7 +21,7 @@ from dist_aclgraph.serve.openai.errors import (
     status_of,
 )
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
-from dist_aclgraph.serve.openai.reply import Shape, reply
+from dist_aclgraph.serve.openai.reply import ReplyShape, reply
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.journal import Chance
 
@@ -57,7 +57,7 @@ async def count_tokens(state: ApiState, request: Request) -> Response:
     return json_response({"input_tokens": len(await encode(state, asked))})
 
 
-class _MessageReply(Shape):
+class _MessageReply(ReplyShape):
     """Converts pieces of the answer to a message object.
 
     Args:

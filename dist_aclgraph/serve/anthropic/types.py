@@ -46,7 +46,7 @@ MODES: dict[str, Mode] = {
 _NOTHING = (b"", b"null", b"[]", b"{}")
 
 
-class _Tool(Body, kw_only=True):
+class _ClaudeTool(Body, kw_only=True):
     name: str = ""
     type: str | None = None
     description: str | None = None
@@ -54,7 +54,7 @@ class _Tool(Body, kw_only=True):
     strict: bool | None = None
 
 
-class _Choice(Body, kw_only=True):
+class _ClaudeChoice(Body, kw_only=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -161,7 +161,9 @@ class CountTokensRequest(Body, kw_only=True):
         """
         choice, is_parallel = self._choice()
         tools, left_out = leave_out_hosted(
-            decode_tools(self.tools, _Tool), lambda tool: tool.type or "", is_strict=self.is_strict
+            decode_tools(self.tools, _ClaudeTool),
+            lambda tool: tool.type or "",
+            is_strict=self.is_strict,
         )
         if not tools:
             check_needs_no_tools(choice)
@@ -185,7 +187,7 @@ class CountTokensRequest(Body, kw_only=True):
         """Return the choice of tools, and whether the answer may have several calls."""
         if bytes(self.tool_choice) in _NOTHING:
             return ToolChoice(), True
-        found: _Choice = decode(self.tool_choice, _Choice, "tool_choice")
+        found: _ClaudeChoice = decode(self.tool_choice, _ClaudeChoice, "tool_choice")
         is_named = found.type == "tool"
         if is_named and found.name is None:
             raise InvalidParameterError("tool_choice.name is missing", "tool_choice.name")

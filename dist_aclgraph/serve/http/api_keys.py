@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.key_files import read_key_file, unreadable
+from dist_aclgraph.files.key_files import read_key_file, unreadable
 
 FILE_KEY = "serve.api_keys_file"
 MIN_KEY_CHARS = 16

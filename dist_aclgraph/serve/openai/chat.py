@@ -123,7 +123,7 @@ class _ChatReply(Reply):
         return f"{self._name}-{piece.index}"
 
     def _finish_reason(self, piece: ChoicePiece) -> str | None:
-        if any(isinstance(event, CallBegin) for event in piece.events):
+        if piece.events and any(isinstance(event, CallBegin) for event in piece.events):
             self._calling.add(piece.index)
         has_calls = piece.index in self._calling and not self._is_named
         return "tool_calls" if has_calls and piece.finish_reason == "stop" else piece.finish_reason

@@ -79,7 +79,7 @@ class Sink(Protocol):
 
 
 @dataclass
-class _Choice:
+class _RunningChoice:
     index: int
     prompt_ids: list[int]
     params: SamplingParams
@@ -148,7 +148,7 @@ class Generation:
     account: RequestAccount | None = None
     role: TransferRole = ""
     peer: BlockSource | None = None
-    _choices: list[_Choice] = field(default_factory=list)
+    _choices: list[_RunningChoice] = field(default_factory=list)
     # For each prompt: its log-probabilities, and the pieces that wait for these log-probabilities.
     _reports: dict[int, tuple[PromptLogprobs, ...]] = field(default_factory=dict)
     _waiting: dict[int, list[ChoicePiece]] = field(default_factory=dict)
@@ -239,10 +239,12 @@ class Generation:
         )
         request_id = self.state.new_id("req")
         index = len(self._choices)
-        choice = _Choice(index, prompt_ids, params, output, request_id, now_s, last_token_s=now_s)
+        choice = _RunningChoice(
+            index, prompt_ids, params, output, request_id, now_s, last_token_s=now_s
+        )
         self._choices.append(choice)
 
-    def _submit(self, inbox: Inbox, sink: Sink, choice: _Choice) -> None:
+    def _submit(self, inbox: Inbox, sink: Sink, choice: _RunningChoice) -> None:
         self.state.client.submit(
             choice.request_id,
             choice.prompt_ids,
@@ -256,7 +258,7 @@ class Generation:
             wakes=False,
         )
 
-    def _take(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
+    def _take(self, sink: Sink, choice: _RunningChoice, delta: RequestDelta, now_s: float) -> None:
         if self._num_open and not choice.is_done:
             self.journal.note(choice.index, delta)
             num_before = choice.num_tokens
@@ -264,7 +266,9 @@ class Generation:
             if choice.num_tokens > num_before:
                 self._observe(choice, delta, is_first=not num_before, now_s=now_s)
 
-    def _hand_on(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
+    def _hand_on(
+        self, sink: Sink, choice: _RunningChoice, delta: RequestDelta, now_s: float
+    ) -> None:
         try:
             for piece in self._with_report(self._advance(choice, delta, now_s)):
                 sink.add_piece(piece)
@@ -282,7 +286,7 @@ class Generation:
             self.account.error = type(error).__name__
         sink.finish(error)
 
-    def _advance(self, choice: _Choice, delta: RequestDelta, now_s: float) -> ChoicePiece:
+    def _advance(self, choice: _RunningChoice, delta: RequestDelta, now_s: float) -> ChoicePiece:
         """Return the piece of text that one delta adds.
 
         Raises:
@@ -330,8 +334,10 @@ class Generation:
 
         All pieces of a prompt wait until the prompt's log-probabilities have arrived.
         """
+        if self.num_choices == 1:
+            return [piece]
         prompt, place = divmod(piece.index, self.num_choices)
-        if self.params[prompt].prompt_logprobs is None or self.num_choices == 1:
+        if self.params[prompt].prompt_logprobs is None:
             return [piece]
         if not place:  # the log-probabilities come with the first choice's first piece
             self._reports.setdefault(prompt, piece.prompt_logprobs)
@@ -350,7 +356,7 @@ class Generation:
         choice.has_prompt_logprobs = True
         return msgspec.structs.replace(piece, prompt_logprobs=report)
 
-    def _finish(self, choice: _Choice, reason: str, now_s: float) -> None:
+    def _finish(self, choice: _RunningChoice, reason: str, now_s: float) -> None:
         if self.account is not None:
             self.account.finish_reason = reason
             self.account.num_tokens += choice.num_tokens
@@ -364,7 +370,7 @@ class Generation:
         )
 
     def _observe(
-        self, choice: _Choice, delta: RequestDelta, *, is_first: bool, now_s: float
+        self, choice: _RunningChoice, delta: RequestDelta, *, is_first: bool, now_s: float
     ) -> None:
         if is_first:
             self.state.metrics.first_token(now_s - choice.started_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs
 from dist_aclgraph.text.tokenizer import Tokenizer
 

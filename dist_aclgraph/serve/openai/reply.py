@@ -35,7 +35,7 @@ _json = msgspec.json.Encoder()
 CLIENT_GONE = 499  # a status for logs only: the client has disconnected
 
 
-class Shape(ABC):
+class ReplyShape(ABC):
     """Converts pieces of text to the reply of one endpoint.
 
     Attributes:
@@ -66,7 +66,7 @@ class Shape(ABC):
         return sse.error_frame(error)
 
 
-class Reply(Shape):
+class Reply(ReplyShape):
     """A reply that consists of choices, and whose stream ends with [DONE].
 
     Args:
@@ -120,7 +120,7 @@ class Reply(Shape):
 
 
 async def reply(
-    request: Request, generation: Generation, shape: Shape, *, stream: bool
+    request: Request, generation: Generation, shape: ReplyShape, *, stream: bool
 ) -> Response:
     """Run a generation and answer the request with its text.
 
@@ -217,7 +217,7 @@ class _Frames:
     for it.
     """
 
-    def __init__(self, shape: Shape, generation: Generation) -> None:
+    def __init__(self, shape: ReplyShape, generation: Generation) -> None:
         self.outlet = sse.Outlet()
         self._shape = shape
         self._generation = generation
@@ -229,15 +229,14 @@ class _Frames:
 
     def add_piece(self, piece: ChoicePiece) -> None:
         usage = self._generation.usage if self._shape.shows_usage_so_far else None
-        make = partial(self._shape.frames, usage, piece)
-        if self._making is not None:
-            self._later.append(make)
-        elif piece.prompt_logprobs:
-            self._later.append(make)
+        if self._making is None and not piece.prompt_logprobs:
+            self.outlet.put(self._shape.frames(usage, piece))
+            if not self._is_begun:
+                self._begin(None)
+            return
+        self._later.append(partial(self._shape.frames, usage, piece))
+        if self._making is None:
             self._making = asyncio.get_running_loop().create_task(self._make_later())
-        else:
-            self.outlet.put(make())
-            self._begin(None)
 
     def finish(self, error: Exception | None) -> None:
         """Send the stream's end; after a failure, send one error frame and no [DONE]."""

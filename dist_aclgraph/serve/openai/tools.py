@@ -56,17 +56,17 @@ class _Named(Body, kw_only=True):
     name: str
 
 
-class _Item(Body, kw_only=True):
+class _NamedTool(Body, kw_only=True):
     type: str
     function: _Named | None = None
 
 
 class _AllowedTools(Body, kw_only=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[_Item], Meta(max_length=MAX_TOOLS)]
+    tools: Annotated[list[_NamedTool], Meta(max_length=MAX_TOOLS)]
 
 
-class _Choice(Body, kw_only=True):
+class _ToolChoice(Body, kw_only=True):
     """The value of ``tool_choice``. Clients of other APIs write a tool's name beside the type."""
 
     type: Literal["function", "tool", "allowed_tools", "none", "auto", "required", "any"] = (
@@ -285,7 +285,7 @@ def _read_choice(choice: Raw) -> ToolChoice:
         return ToolChoice()
     if data.startswith(b'"'):
         return ToolChoice(MODES[decode(data, Literal["any", Mode], "tool_choice")])
-    found: _Choice = decode(data, _Choice, "tool_choice")
+    found: _ToolChoice = decode(data, _ToolChoice, "tool_choice")
     if found.type in ("function", "tool"):
         name = found.name if found.function is None else found.function.name
         if name is None:

@@ -18,7 +18,7 @@ from dist_aclgraph.serve.openai.conversation import Conversation, encode, open_c
 from dist_aclgraph.serve.openai.errors import json_response, public_message
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
 from dist_aclgraph.serve.openai.logprobs import chat_logprobs
-from dist_aclgraph.serve.openai.reply import Shape, reply
+from dist_aclgraph.serve.openai.reply import ReplyShape, reply
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.types import MAX_PROMPT
 from dist_aclgraph.serve.responses.input import Namespaces
@@ -68,7 +68,7 @@ async def input_tokens(state: ApiState, request: Request) -> Response:
     return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
-class _ResponseReply(Shape):
+class _ResponseReply(ReplyShape):
     """Converts pieces of the answer to a response object."""
 
     def __init__(

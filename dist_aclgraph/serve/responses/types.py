@@ -52,7 +52,7 @@ MAX_METADATA_BYTES = 16 << 10  # limited, because each event with a response con
 _NOTHING = (b"", b"null")
 
 
-class _Text(Body):
+class _TextFormat(Body):
     format: Raw = ABSENT
     verbosity: str | None = None
 
@@ -71,7 +71,7 @@ class _Function(Body, kw_only=True):
     strict: bool | None = None
 
 
-class _Tool(_Function, kw_only=True):
+class _ResponsesTool(_Function, kw_only=True):
     """A function, or a namespace with functions."""
 
     tools: Annotated[list[_Function], Meta(max_length=MAX_TOOLS)] | None = None
@@ -82,7 +82,7 @@ class _AllowedTool(Body, kw_only=True):
     name: str
 
 
-class _Choice(Body, kw_only=True):
+class _ResponsesChoice(Body, kw_only=True):
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] = "auto"
@@ -229,7 +229,7 @@ class ResponsesRequest(Body, kw_only=True):
         """The output format, as the client sent it; empty if the request demands no format."""
         if bytes(self.text) in _NOTHING:
             return Raw()
-        found: _Text = decode(self.text, _Text, "text")
+        found: _TextFormat = decode(self.text, _TextFormat, "text")
         return found.format if bytes(found.format) not in _NOTHING else Raw()
 
     def _form(self) -> StructuredOutputs | None:
@@ -256,7 +256,9 @@ class ResponsesRequest(Body, kw_only=True):
         """
         choice = self._choice()
         tools, left_out = leave_out_hosted(
-            decode_tools(self.tools, _Tool), lambda tool: tool.type, is_strict=self.is_strict
+            decode_tools(self.tools, _ResponsesTool),
+            lambda tool: tool.type,
+            is_strict=self.is_strict,
         )
         if not tools:
             check_needs_no_tools(choice)
@@ -285,7 +287,7 @@ class ResponsesRequest(Body, kw_only=True):
             return ToolChoice()
         if data.startswith(b'"'):
             return ToolChoice(MODES[decode(data, Literal["any", Mode], "tool_choice")])
-        found: _Choice = decode(data, _Choice, "tool_choice")
+        found: _ResponsesChoice = decode(data, _ResponsesChoice, "tool_choice")
         if (mode := MODES.get(found.type)) is not None:
             return ToolChoice(mode)
         if found.type == "function" and found.name is not None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Report, draw_bars, make_table, sheet
+from benchmarks.common.report import Report, draw_bars, make_table, sheet
 
 RESULTS: dict[str, Any] = {"cores": 2, "load": [0.5, 1.5], "note": "not an NPU figure"}
 ROWS = [

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.workload import (
+from benchmarks.common.workload import (
     Delivery,
     decode_workload,
     mean_stages,

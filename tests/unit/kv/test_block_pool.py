@@ -8,8 +8,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.errors import KVCacheError, OutOfBlocksError
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import DUMMY_BLOCK, BlockPool, hash_block
 
 

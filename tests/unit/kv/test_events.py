@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.config import SchedulerConfig
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool, hash_block, salted_root
 from dist_aclgraph.kv.events import CacheEvents, Encoding, block_name
 from dist_aclgraph.planning.dispatcher import GraphDispatcher

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dist_aclgraph.errors import StreamBudgetError
 from dist_aclgraph.planning.buckets import GraphFamily
 from dist_aclgraph.planning.budget import (
-    Probe,
+    BucketProbe,
     StreamOffer,
     Workload,
     make_budget_model,
@@ -223,8 +223,8 @@ def test_a_graph_wider_than_all_queues_is_not_planned() -> None:
         negotiate([offer], [DECODE], SOFTWARE(deep))
 
 
-def probe_of(family: GraphFamily, streams: int, num_bytes: int) -> Probe:
-    return Probe(graph=family.describe(8, 8), streams=streams, bytes=num_bytes)
+def probe_of(family: GraphFamily, streams: int, num_bytes: int) -> BucketProbe:
+    return BucketProbe(graph=family.describe(8, 8), streams=streams, bytes=num_bytes)
 
 
 def test_a_device_that_does_not_count_graphs_is_priced_by_pinned_ids() -> None:
@@ -277,7 +277,7 @@ def test_a_slow_probe_makes_its_step_dear() -> None:
     """
     workload = Workload(num_layers=4)
     timed = [
-        Probe(graph=BatchDescriptor(b, b, 1, "FULL"), streams=1, bytes=0, replay_s=0.01)
+        BucketProbe(graph=BatchDescriptor(b, b, 1, "FULL"), streams=1, bytes=0, replay_s=0.01)
         for b in DECODE.buckets
     ]
     offer = StreamOffer(rank=0, available=99, probes=tuple(timed))
@@ -289,10 +289,10 @@ def test_a_slow_probe_makes_its_step_dear() -> None:
 
 def test_seconds_of_one_family_are_not_weighed_against_tokens_of_the_other() -> None:
     workload = Workload(num_layers=4, mode="FULL_AND_PIECEWISE")
-    slow = Probe(graph=DECODE.describe(8, 8), streams=1, bytes=0, replay_s=1e6)
+    slow = BucketProbe(graph=DECODE.describe(8, 8), streams=1, bytes=0, replay_s=1e6)
     timed, untimed = (
         StreamOffer(rank=0, available=12, probes=(probe,))
-        for probe in (slow, Probe(graph=slow.graph, streams=1, bytes=0))
+        for probe in (slow, BucketProbe(graph=slow.graph, streams=1, bytes=0))
     )
 
     plans = [negotiate([o], [DECODE, PIECES], CALIBRATED(workload)) for o in (timed, untimed)]

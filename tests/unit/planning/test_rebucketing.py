@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.errors import GraphError
 from dist_aclgraph.planning.buckets import GraphFamily, stepped_sizes
-from dist_aclgraph.planning.budget import Probe, StreamOffer, Workload, make_budget_model, total
+from dist_aclgraph.planning.budget import (
+    BucketProbe,
+    StreamOffer,
+    Workload,
+    make_budget_model,
+    total,
+)
 from dist_aclgraph.planning.choice import expected_cost
 from dist_aclgraph.planning.negotiation import negotiate, tightest_limits
 from dist_aclgraph.planning.plan import CaptureFailure, GraphPlan
@@ -227,7 +233,7 @@ def test_a_plan_that_is_chosen_again_and_again_does_not_grow() -> None:
 
 def test_step_times_make_no_graph_free_that_could_not_be_probed() -> None:
     family = FAMILIES[0]
-    probe = Probe(graph=family.describe(64, 64), streams=2, bytes=640)
+    probe = BucketProbe(graph=family.describe(64, 64), streams=2, bytes=640)
     offers = [StreamOffer(rank=0, available=16, probes=(probe,))]
     calibrated = partial(make_budget_model, "calibrated")
     plan = negotiate(offers, FAMILIES, calibrated(WORKLOAD), max_num_seqs=64)
@@ -256,7 +262,7 @@ def test_step_times_make_no_graph_free_that_could_not_be_probed() -> None:
 def test_a_size_is_released_only_if_another_size_needs_its_streams(spare, kept) -> None:
     """Steps of the sizes 8 and 16 take equally long. Batches have 20 to 32 requests."""
     family, workload = FAMILIES[0], Workload(num_layers=3)
-    probe = Probe(graph=family.describe(64, 64), streams=1, bytes=640, replay_s=4.0)
+    probe = BucketProbe(graph=family.describe(64, 64), streams=1, bytes=640, replay_s=4.0)
     old = msgspec.structs.replace(make_plan((8, 16, 64), (64,)), families=())
     families = (msgspec.structs.replace(family, buckets=(8, 16, 64)),)
     old = msgspec.structs.replace(old, families=families)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.planning.step_line import Line, LineFit
+from dist_aclgraph.planning.step_line import LineFit, StepLine
 
 
 def fit(*steps: tuple[int, float]) -> LineFit:
@@ -19,7 +19,7 @@ def fit(*steps: tuple[int, float]) -> LineFit:
 
 
 def test_steps_on_a_line_give_that_line() -> None:
-    line = Line(0.01, 0.0005)
+    line = StepLine(0.01, 0.0005)
 
     found = fit(*[(n, line.at(n)) for n in (8, 512, 30, 100)])
 
@@ -28,7 +28,7 @@ def test_steps_on_a_line_give_that_line() -> None:
 
 
 def test_steps_of_one_size_give_their_mean() -> None:
-    assert fit((7, 0.2), (7, 0.2)).line() == pytest.approx(Line(0.2, 0.0))
+    assert fit((7, 0.2), (7, 0.2)).line() == pytest.approx(StepLine(0.2, 0.0))
 
 
 def test_old_steps_lose_weight() -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import HASH_BYTES
 from dist_aclgraph.kv.checkpoints import BlockHash
 from dist_aclgraph.kv.look_ups import Answer, Files, LookUp, LookUps

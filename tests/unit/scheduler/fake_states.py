@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.steps.step import RankBatch
 
 LOST = -3  # the state that an abort of the device leaves

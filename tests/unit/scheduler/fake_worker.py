@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.arrays.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import DUMMY_BLOCK
 from dist_aclgraph.steps.step import RankBatch, RankPlan, RowSampling, StepPlan, StepResult
 from dist_aclgraph.topology import MAY_LOSE_TOKENS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import Checkpoints
 from dist_aclgraph.kv.look_ups import Files, LookUps

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from dist_aclgraph.arrays.ints import pack_ints, unpack_ints
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.errors import InvalidParameterError, WorkerError
-from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.look_ups import Answer, Files, LookUp, LookUps, T
 from dist_aclgraph.planning.dispatcher import GraphDispatcher

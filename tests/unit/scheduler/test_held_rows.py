@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dist_aclgraph.arrays.ints import pack_ints, unpack_ints
 from dist_aclgraph.errors import WorkerError
-from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.step import StepPlan, StepResult
 from tests.unit.scheduler.test_scheduler import make_request, make_scheduler, records

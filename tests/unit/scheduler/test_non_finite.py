@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.arrays.ints import pack_ints, unpack_ints
 from dist_aclgraph.config import SchedulerConfig
-from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.look_ups import Files, LookUps
 from dist_aclgraph.planning.dispatcher import GraphDispatcher

@@ -7,7 +7,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool, hash_block, salted_root
 from dist_aclgraph.scheduler.routing import (
     REQUEST_TOKENS,

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import pytest
 
+from dist_aclgraph.arrays.ints import pack_ints, unpack_ints
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.errors import (
     InvalidParameterError,
@@ -12,7 +13,6 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
     WorkerError,
 )
-from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.look_ups import LIMIT_S, Answer, DiskLookUps, Files, LookUp, LookUps
 from dist_aclgraph.planning.dispatcher import GraphDispatcher

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
-from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import Checkpoints
 from dist_aclgraph.kv.events import CacheEvents

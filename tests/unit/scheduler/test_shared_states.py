@@ -12,8 +12,8 @@ from itertools import chain, repeat
 
 import pytest
 
+from dist_aclgraph.arrays.ints import unpack_ints
 from dist_aclgraph.config import SchedulerConfig
-from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.checkpoints import Checkpoints
 from dist_aclgraph.planning.dispatcher import GraphDispatcher

@@ -1,7 +1,7 @@
 """The context length is derived from config.json as in vLLM. Contradictory keys of the rotary
 embedding are refused.
 
-``tests/engine/test_rotary.py`` compares the frequencies with those of transformers.
+``tests/engine/layers/test_rotary.py`` compares the frequencies with those of transformers.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from dist_aclgraph.arrays.ints import pack_ints
 from dist_aclgraph.cli.simulate import render_simulation
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.kv.look_ups import Files, LookUps
 from dist_aclgraph.kv.tiers import DISK, HOST

@@ -1,0 +1,1 @@
+"""What several benches use: deployments, requests, command lines, tables and figures."""

@@ -1,0 +1,1 @@
+"""Programs and processes that single benches start and measure."""

@@ -1,0 +1,1 @@
+"""Arrays of integers and floats that several folders pass to each other."""

@@ -1,0 +1,21 @@
+"""The paths of files other than Python: configurations, demo models, the emulator's sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+INSIDE = PACKAGE / "shipped"  # the folder of a wheel to which setup.py copies these files
+
+
+def is_installed() -> bool:
+    """Return whether this package was installed from a wheel; false in a git clone."""
+    return INSIDE.is_dir()
+
+
+def shipped(name: str) -> Path:
+    """Return ``configs``, ``models`` or ``emulator``, or a path below one of them.
+
+    In a clone, these folders are beside the package. In a wheel, they are inside the package.
+    """
+    return (INSIDE if is_installed() else PACKAGE.parent) / name
