@@ -1,9 +1,11 @@
-"""Finds out whether other processes are alive. There are four mechanisms:
+"""Finds out whether other processes are alive, by three mechanisms:
 
 - ``Silence`` measures how long a peer has sent no heartbeat over a link.
 - ``SharedHeartbeat`` is memory in which a child process shows its heartbeats to its parent.
 - A *process watch* notices the end of a process at once, because the kernel reports the end.
-- ``Lease`` allows a process to act only while another process regularly requests heartbeats.
+
+``Lease`` finds out whether this process itself may still act: only while the controller regularly
+requests heartbeats from it.
 """
 
 from __future__ import annotations
