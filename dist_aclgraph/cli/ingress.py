@@ -45,7 +45,8 @@ def serve_http(
         replica: index of this ingress among the ingresses of the service.
 
     Raises:
-        EngineUnavailableError: no group will ever serve again, and the owner still runs.
+        EngineUnavailableError: all groups have failed, and the owner has not ended the service
+            within ``END_S``.
     """
     front = Front("the service is starting")
     http = opened.http[replica]
@@ -85,8 +86,8 @@ def _serve(
     reach: Reach,
     replica: int,
 ) -> None:
-    # Another thread asks the owner about the progress of a recovery. This thread needs a second
-    # client, because two threads must not share a client.
+    # A client for the thread that asks the owner about the progress of a recovery. Two threads must
+    # not share a client.
     asker = OwnerClient(opened.owner_path)
     state = open_state(opened.config, opened.tokenizer, reach, asker.outlook, replica)
     failure = None

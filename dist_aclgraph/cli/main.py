@@ -1,6 +1,6 @@
 """``dist-aclgraph run | serve | scale | roll | explain | plan | simulate | doctor | probe``.
 
-Heavy imports are inside the commands.
+Slow imports are inside the functions of the commands.
 
 A user's mistake ends a command with one sentence on stderr and exit code 2. Any other failure ends
 it with one sentence on stderr and exit code 1.
@@ -266,8 +266,8 @@ def roll(
     deployment: DeploymentName = None,
     ray: RayAddress = None,
 ) -> None:
-    """Replace each group of a running deployment with a group of another configuration, one after
-    another.
+    """Replace the groups of a running deployment, one after another, with groups of another
+    configuration.
 
     No request fails, because old groups finish their requests. The model, its overrides, names,
     task and sampling defaults, and the seed must stay the same, because ingresses have already read

@@ -54,7 +54,7 @@ def open_service(config: Config) -> Iterator[Opened]:
     """Check a configuration, and listen at its ports inside this context.
 
     Raises:
-        ConfigError: the port is in use; a network could reach the service without an API key; or
+        ConfigError: the port is in use; other hosts could use the service without an API key; or
             the configuration does not fit the model.
         DeviceError: the NPUs of this machine cannot be used.
         ModelError: the model cannot be served.

@@ -49,8 +49,8 @@ ServeHttp = Callable[[int, Beat, HolderLink], None]
 
 @dataclass
 class _Ingress:
-    """One ingress: its current process, and the objects that all processes of this ingress use one
-    after another.
+    """One ingress: its current process, and the objects that each later process of the ingress
+    inherits.
 
     Attributes:
         pid: process id of the ingress; 0 while no process runs.
@@ -81,8 +81,8 @@ class Supervisor:
             restarts per hour, no process is replaced. The budget's pauses apply only to the owner.
         silent_s: a process that sends no heartbeat for this time is killed.
         end_s: an owner that has not ended within this time after a signal is killed.
-        end_started: a function that kills processes of a dead owner that are not descendants of the
-            supervisor.
+        end_started: a function that is called after the death of an owner. It kills the processes
+            that the owner has started outside the supervisor's process tree.
         on_fork: a function that each new process calls first.
         make_backoff: a function that returns the pauses before restarts of an ingress that ends
             soon after its start.

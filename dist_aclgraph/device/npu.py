@@ -283,7 +283,8 @@ class Npu:
 
 
 def load_torch_npu(kind: DeviceKind) -> None:
-    """Load torch_npu without opening a device. Afterwards ``open_npu`` is fast in a forked process.
+    """Load torch_npu without opening a device. In processes that are forked later, ``open_npu`` is
+    fast, because torch_npu is already loaded.
 
     Raises:
         EmulatorBuildError: the emulator cannot be built.
@@ -310,7 +311,7 @@ def _import_torch_npu() -> None:
 
 
 def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) -> Npu:
-    """Load torch_npu on the device that ``config`` selects; return the open device.
+    """Load torch_npu, open the device that ``config`` selects, and return this device.
 
     Args:
         deterministic: whether collectives sum in a fixed order.

@@ -130,7 +130,8 @@ class Lark:
         found = []
         for pattern in patterns_of(schema, root, ["'", "\\"]):
             inner = rf"/({_PLAIN}|\\['\"\\nt])*/"
-            if pattern is not None:  # without escapes: a pattern sees two characters in an escape
+            # Escapes are not allowed, because the pattern would count an escape as two characters.
+            if pattern is not None:
                 inner = f"(/{_escaped(pattern)}/ & /{_PLAIN}*/)"
             found.append(self._terminal(f'"\'" {inner} "\'"'))
         return found

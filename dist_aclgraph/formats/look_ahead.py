@@ -17,8 +17,8 @@ _ATOM = re.compile(
 _LOOK = re.compile(r"\(\?[=!]|\(\?<[=!]")
 _BEGIN = re.compile(r"\(\?(?P<kind>[=!])")
 _SWAPPED = re.compile(r"\\[dDsSwW]")
-# A look-ahead of pydantic, which limits the number of digits. It has no effect if the expression
-# after it allows no more digits than this limit.
+# A look-ahead of pydantic, which limits the number of digits. The look-ahead can be removed if the
+# rest of the pattern allows at most this number of digits.
 _DIGITS = re.compile(
     r"\(\?=\[\\d\.\]\{1,(?P<most>\d+)\}0\*\$\)"
     r"(?P<rest>\\d\{0,(?P<before>\d+)\}\\\.\\d\{0,(?P<after>\d+)\}0\*\$)"

@@ -32,8 +32,8 @@ class ContextParallel:
 
     Attributes:
         dcp: ranks that share a request's KV, ordered by PCP rank, then by heads.
-        pcp: ranks that share the computation of a request's prompt. If ``dcp`` has more than one
-            rank, it contains all ranks of ``pcp``.
+        pcp: ranks that share the computation of a request's prompt. A group ``dcp`` of more than
+            one rank contains all ranks of ``pcp``.
     """
 
     dcp: CommGroup = ALONE
@@ -55,11 +55,11 @@ class ContextParallel:
         return self.dcp.size // self.pcp.size if self.is_sharded else 1
 
     def meet(self, device: torch.device) -> None:
-        """Run one collective in each group, so that HCCL creates the communication domains and
-        their streams now.
+        """Run one collective in each group, so that HCCL creates the communicators and their
+        streams now.
 
-        Otherwise, HCCL would create PCP's domain at the first prompt, after the free streams were
-        counted.
+        Otherwise, HCCL would create the communicator of ``pcp`` at the first prompt, when the free
+        streams have already been counted.
         """
         for group in (self.dcp, self.pcp):
             group.all_gather(torch.zeros(ALIGNED_FLOATS, device=device))

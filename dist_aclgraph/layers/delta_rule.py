@@ -136,8 +136,8 @@ class PlainDeltaRule:
         out = v.new_empty(n + 1, *v.shape[1:])
         state = states.index_select(0, at.sources)
         for i in range(layout.max_tokens):
-            # If a request has fewer tokens, its last token is computed again. The results go to
-            # slot 0 and to the last row of ``out``, and are not used.
+            # If a request has fewer than ``max_tokens`` tokens, its last token is computed again.
+            # The results go to slot 0 and to the last row of ``out``, and are not used.
             is_live = layout.lengths > i
             token = (layout.starts + i).clamp(max=n - 1)
             key = k.index_select(0, token)[..., None]  # [num_reqs, heads, key_dim, 1]

@@ -5,8 +5,9 @@ and one float32 scale for every 128 values of the latent. When the normalised la
 ``npu_dynamic_quant`` quantises them. ``npu_kv_quant_sparse_flash_attention`` reads the rows. This
 operator returns no log-sum-exps, so a cache with int8 latents cannot be sharded.
 
-The operator gets the indices of the keys to which it attends. Without an indexer, each index stands
-for a block of 16 keys, and a query gets the indices of all blocks that it may see.
+For each query, the operator gets the indices of the keys to which the query attends. Without an
+indexer, each index stands for a block of 16 keys, and the operator gets the indices of all blocks
+that the query may see.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def attend_to_int8_latents(
     rows: DeviceRows,
     key_block: int = 1,
 ) -> Tensor:
-    """Return, for each query, the sum of the latents weighted by its attention: [n, heads, 512].
+    """Return the result of attention to latents, [n, heads, 512]: for each query, the weighted sum
+    of latents.
 
     Args:
         query: [n, heads, 512 + 64], queries multiplied by the key matrices, and their rotated part.

@@ -343,8 +343,8 @@ def gather_queries(
 def absorb(q: Tensor, keys: Tensor) -> Tensor:
     """Multiply queries [n, heads, d] by key matrices [heads, d, 512]; return [n, heads, 512].
 
-    A product of the result and a latent equals the product of the query and the key that belongs to
-    this latent.
+    The dot product of such a result and a latent equals the dot product of the query and the key
+    that is computed from the latent.
     """
     absorbed: Tensor = torch.ops.npu.npu_transpose_batchmatmul(
         q, keys, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]

@@ -23,8 +23,8 @@ CUMULATIVE, COUNTS = 0, 1
 NO_QUANT, DYNAMIC_QUANT = -1, 1  # values of quant_mode
 
 
-# An activation. Its argument contains the rows after they were multiplied by the weights of gate
-# and up. It returns the rows that are then multiplied by the weights of down.
+# An activation. Its argument is the result of the product with the weights of gate and up. Its
+# result is the input of the product with the weights of down.
 Activation = Callable[[Tensor], Rows]
 
 # Constants of xIELU; all checkpoints store these values.
@@ -80,7 +80,7 @@ class InnerProduct(Protocol):
         """The weights of gate and up, [num_local, hidden, 2 * width]."""
 
     def __call__(self, rows: Rows, counts: Tensor) -> Rows:
-        """Return the rows that are then multiplied by the weights of down: [rows, hidden] -> [rows,
+        """Return the input of the product with the weights of down: [rows, hidden] -> [rows,
         width].
         """
 

@@ -93,8 +93,8 @@ def pairs_across_head(
 
 def pad_tables(cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Extend tables from [positions, rotary_dim] to [positions, head_dim]. The new elements are at
-    the end of each half of a row. In cos they are 1, and in sin they are 0, so that the rotation
-    does not change the elements of a head that are multiplied by them.
+    the end of each half of a row. In cos they are 1, and in sin they are 0. So the rotation leaves
+    the corresponding elements of a head unchanged.
     """
     count = (head_dim - cos.shape[-1]) // 2
     cos, sin = (table.reshape(*table.shape[:-1], 2, -1) for table in (cos, sin))
@@ -179,8 +179,8 @@ class RotaryTableSet:
 
 @dataclass(frozen=True)
 class RopeRows:
-    """Indices, in the rows of a ``RotaryTableSet``, of the table for queries and the table for
-    keys.
+    """The indices of two tables in the result of ``RotaryTableSet.rows``: of the table for queries,
+    and of the table for keys.
     """
 
     queries: int

@@ -344,9 +344,10 @@ class SparseLatentAttention:
         kv_lens: Tensor,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, for each query, the sum of the latents weighted by its attention, [n, heads,
-        512]. If the operator's further ``arguments`` request sums, also return two tensors, [1, n,
-        heads] float32 each: the greatest score of each row, and the row's sum of exponentials.
+        """Return the result of attention to latents, [n, heads, 512]: for each query, the weighted
+        sum of latents. If the operator's further ``arguments`` request sums, also return two
+        tensors, [1, n, heads] float32 each: the greatest score of each row, and the row's sum of
+        exponentials.
 
         Args:
             keys: latents and rotated keys.

@@ -62,9 +62,9 @@ class DirectLayout:
     Attributes:
         lengths: [n] int32, number of tokens of each request, from 1 to ``MAX_DIRECT_TOKENS``.
         starts: [n] int32, for each request, the number of tokens of all requests before it.
-        windows: [t, w] int32, for each token, the w rows that the convolution reads, as indices of
-            rows of [all tokens | w - 1 rows of each request's first state]. The last of the w rows
-            is the token's own row.
+        windows: [t, w] int32, for each token, the indices of the w rows that the convolution reads.
+            The rows are: one row for each token, then w - 1 rows of each request's first state. The
+            last of the w rows is the token's row.
         ones: [n] int32, all ones: the value of ``DirectStates.accepted`` in steps without drafts.
         max_tokens: an upper limit of ``lengths``.
     """
@@ -174,8 +174,9 @@ class PromptStates:
             its chunk. It may be the same slot as in ``sources``. Two requests never name the same
             slot.
         is_new: [n] bool, true for a request that has no state yet; it begins with a state of zeros.
-        padded: [t + n * (w - 1)] int32, indices into [all tokens | w - 1 rows of each request's
-            first state]: for each request, first the rows of its state, then its tokens.
+        padded: [t + n * (w - 1)] int32, an order of the following rows: one row for each token,
+            then w - 1 rows of each request's first state. ``padded`` has, for each request, the
+            indices of the rows of its state, then of its tokens.
         outputs: [t] int32, for each token, the index in ``padded`` of the first of the token's
             ``w`` inputs.
         tails: [n * (w - 1)] int32, indices in ``padded`` of the last w - 1 inputs of each request.

@@ -197,7 +197,7 @@ def make_exchanges(
 ) -> Mapping[ExchangeKind, Exchange]:
     """Return the exchanges of an expert parallel group; empty if the group has only one rank.
 
-    The exchange by MC2 exists only if there is a group for MC2. In that case, ``mc2`` must be set.
+    If ``groups`` has a group for MC2, there is also an exchange by MC2, and ``mc2`` must be set.
     """
     if groups.ep.size == 1:
         return {}

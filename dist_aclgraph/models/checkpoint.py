@@ -306,7 +306,7 @@ class Checkpoint:
         dtype: torch.dtype,
     ) -> Tensor:
         """Return the range ``[start, stop)`` of the dimension ``dim``, at most up to the tensor's
-        end, multiplied by its scales.
+        end. The values are multiplied by their scales.
         """
         if (form := self._int4_of(name)) is not None:
             stored = self._stored_int4(name, (shape[0], shape[1]), form)

@@ -3,9 +3,8 @@ of these operators, and the format, works only with some chips, versions and typ
 
 These limits come from the documents and sources of CANN's operators (ops-nn) and of torch_npu
 (op-plugin). None of these limits was tested on an NPU. A fused operator and separate operators
-round their
-results differently: the fused operator quantises float32 values, but separate operators first round
-the values to the type of activations.
+round their results differently: the fused operator quantises float32 values, but separate operators
+first round the values to the type of activations.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ FUSIONS = (
         "latent_prologue",
         # It replaces all operators after a layer's norm and before latent attention. CANN 8.5 is
         # not supported, because in its published sources, the operator's arguments have another
-        # order. Documents of later versions of CANN allow further sizes.
+        # order. Documents of later versions of CANN also allow other sizes than this entry.
         "npu_mla_prolog_v3",
         dtypes=("bfloat16",),
         widths=(6144, 7168, 7680),

@@ -108,8 +108,8 @@ class GroupedQueryAttention:
             q, k = self.rope_rows.rotate(q, k, rope)
         if self.norms is not None and self.norms_follow_rope:
             q, k = self.norms(q, k)
-        # Queries and keys that were neither normalised nor rotated are parts of wider rows until
-        # now.
+        # Without a norm and without a rotation, q and k are still views of the wider rows of
+        # ``qkv``.
         q, k = q[0].contiguous(), k[0].contiguous()
         # The cache write accepts only contiguous rows.
         v = v.reshape(n, a.num_kv_heads, a.head_dim).contiguous()

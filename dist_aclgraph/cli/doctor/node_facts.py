@@ -1,4 +1,4 @@
-"""The facts about a node that are compared with other nodes. Imports neither torch nor Ray."""
+"""The facts about each node, which ``doctor --cluster`` compares. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
