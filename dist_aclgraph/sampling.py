@@ -288,8 +288,7 @@ def check_truncation(value: object) -> None:
 def truncated(
     ids: list[int], most: int | None, context_len: int, max_tokens: int | None
 ) -> list[int]:
-    """Return the last ids of a prompt. The argument ``most`` is their maximum number; None sets no
-    limit.
+    """Return at most the last ``most`` ids of a prompt; None sets no limit.
 
     The value -1 stands for the number of ids that fit in the context together with the output.
     """

@@ -152,8 +152,9 @@ class Runner:
 
 
 def context_of(kind: DeviceKind) -> ForkServerContext | SpawnContext:
-    """Return the multiprocessing context that starts child processes. On the emulator, a child
-    process begins with the emulator loaded; on a real device, it begins without any library.
+    """Return the multiprocessing context that starts child processes. For the emulator, child
+    processes are forked from a process that has loaded the emulator. For a real device, they start
+    without any library.
     """
     if kind == "npu":
         return multiprocessing.get_context("spawn")

@@ -56,7 +56,7 @@ class Access:
             The request's key; None if the request needs no key.
 
         Raises:
-            ForbiddenError: the request names another host, or comes from a page of another site.
+            ForbiddenError: the request names a host, or comes from a site, that is not allowed.
             UnauthorizedError: the request needs a key, but has no valid key.
             NotJsonError: the body is not JSON, or is compressed.
         """

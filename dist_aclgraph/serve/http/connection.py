@@ -91,8 +91,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._is_in_headers = False
         self._is_refused = False  # whether the request whose body is being read was refused
-        # Number of bytes since the last beginning of a request, a chunk or a piece of a body. These
-        # bytes are headers, a chunk's extension, or trailers, which the parser keeps in memory.
+        # Number of bytes that have arrived since the last request, chunk or piece of a body began.
+        # These bytes are headers, a chunk's extension, or trailers, which the parser keeps in
+        # memory.
         self._num_header_bytes = 0
         self._has_begun = False  # whether a request, chunk or piece has begun
 
