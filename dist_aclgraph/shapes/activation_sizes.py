@@ -76,8 +76,8 @@ def prompt_bytes(
     chunk_tokens: int,
     int8_latents: bool = False,
 ) -> int:
-    """Return the additional bytes that a step with parts of prompts needs. They hold cached keys,
-    which are read chunk by chunk, and new keys, which PCP ranks exchange.
+    """Return the additional bytes that a step with parts of prompts needs: for cached keys, which
+    are read chunk by chunk, and for new keys, which PCP ranks exchange.
 
     Args:
         kept: cached elements per token and layer on one rank.

@@ -259,7 +259,7 @@ def _has_opened(state: ApiState, ids: list[int], thinking: Thinking, *, continue
         return False
     rest = ids[len(ids) - ids[::-1].index(thinking.begin) :]
     if thinking.end in rest or not set(state.tokenizer.eos_ids).isdisjoint(rest):
-        return False  # the reasoning or its message has ended
+        return False  # the reasoning, or the message that contains it, has ended
     text = state.tokenizer.text_of(rest, skip_special_tokens=False)
     has_ended = thinking.end < 0 and state.answers.thought.end in text
     return not has_ended and (continues or not text.strip())

@@ -69,7 +69,9 @@ class UnauthorizedError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """The request comes from a page of another site, or names another host."""
+    """The request comes from a page of a site that is not allowed, or names a host that is not
+    allowed.
+    """
 
     code = "forbidden"
 

@@ -1,5 +1,5 @@
 """Passes deltas from the engine client's thread to the event loop, and requests from the event loop
-to this thread.
+to the engine client's thread.
 """
 
 from __future__ import annotations
