@@ -269,9 +269,9 @@ def roll(
     """Replace the groups of a running deployment, one after another, with groups of another
     configuration.
 
-    No request fails, because old groups finish their requests. The model, its overrides, names,
-    task and sampling defaults, and the seed must stay the same, because ingresses have already read
-    these values. The keys of serve have no effect.
+    No request fails, because old groups finish their requests. Some values must not change, because
+    ingresses have already read them: the seed, the model, and the overrides, names, task and
+    sampling defaults of the model. Changes of the keys of serve have no effect.
     """
     with _user_errors():
         from rich.console import Console

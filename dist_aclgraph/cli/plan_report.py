@@ -1,6 +1,6 @@
 """The plan and the caches of a deployment, computed without NPU, weights or Ray.
 
-Without a device, some numbers about the device are assumptions; the report lists these numbers.
+Some numbers about the device are assumptions; the report lists these numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Facts of a model of any architecture, for planning: from config.json and weight headers.
+"""Facts of a model of any architecture, for planning. The facts are read from config.json and from
+the headers of the weight files.
 
 A ``ModelSpec`` adds the fields that only supported decoders have.
 """
