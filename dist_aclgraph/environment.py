@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dist_aclgraph.config import Config, DeviceConfig, HcclExpansion
 
-# Values of HCCL_OP_EXPANSION_MODE. With HOST, the host expands collectives; on an A2, this mode
+# Values of HCCL_OP_EXPANSION_MODE. With HOST, the host unrolls collectives; on an A2, this mode
 # uses FFTS+.
 HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
 

@@ -32,8 +32,8 @@ class CollectiveMarks:
         """
 
     def begin_pass(self, first_layer: int) -> None:
-        """Set the pass of the next collectives. If ``first_layer`` is 0, it is the pass through the
-        decoder's layers; otherwise it is the next pass through the next-token module.
+        """Set the pass of the next collectives. If ``first_layer`` is 0, a pass through the
+        decoder's layers begins; otherwise the next pass through the next-token module begins.
         """
 
     def enter(self, layer: int, part: int) -> None:

@@ -289,7 +289,7 @@ class DeviceConfig(Section):
 
     @property
     def npu_cann(self) -> str:
-        """The version of CANN that plans for NPUs assume; "" if the NPU does not report it."""
+        """The version of CANN that plans assume for NPUs; "" if the NPU does not report it."""
         return ASSUMED_CANN if self.cann is None else self.cann
 
     @property

@@ -157,8 +157,8 @@ class Npu:
         """
         before = self.available_streams()
         if before == 0:
-            # No stream is free for a test capture. We assume the usual result, which is that CANN
-            # counts graphs.
+            # No stream is free for the test capture, so we assume the usual result: CANN counts
+            # graphs.
             return True
         return self.try_capture(stream) < before == self.available_streams()
 

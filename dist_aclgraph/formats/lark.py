@@ -1,7 +1,8 @@
 """Builds grammars for calls of tools, in llguidance's extension of the language of Lark.
 
-A grammar forces the model to call tools, and to write arguments that match a schema. A marker that
-is a token is named by the token's id, because a text in a grammar cannot match such a token.
+A grammar forces the model to call tools, and to write arguments that match a schema. If a marker is
+a token, the grammar contains the token's id, because a text in the grammar could not match this
+token.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ class Lark:
     ) -> str:
         """Return an expression for text in which a call may begin at any place.
 
-        The text before a call contains none of ``begins``, so each call must match the grammar.
+        The texts ``begins`` can occur only at the beginning of a call, and this call must match the
+        grammar.
 
         Args:
             each: for each tool, an expression for one call.

@@ -98,7 +98,8 @@ def _complement(atom: str) -> str:
 
 def _atoms(text: str) -> tuple[list[str], str]:
     """Read atoms, which match one character each, from the beginning of a regular expression.
-    Return the atoms and the rest. A quantifier ends the reading, so it is in the rest.
+    Return the atoms and the rest. The rest begins at the first quantifier, or at the first
+    character that is no atom.
     """
     found, at = [], 0
     while match := _ATOM.match(text, at):

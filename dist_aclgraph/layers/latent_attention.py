@@ -251,9 +251,9 @@ def attend_whole_heads(
 ) -> None:
     """Compute attention for whole heads: each head's rotated part is included.
 
-    The operator accepts heads of this width only if several query heads share a key head. So a
-    query head of zeros is inserted after each query head, and both share one key head. The results
-    of the inserted heads are not used.
+    The operator accepts such wide heads only if several query heads share a key head. So a query
+    head of zeros is inserted after each query head, and both share one key head. The results of the
+    inserted heads are not used.
 
     Args:
         query: [n, heads, d]; key, value: [num_keys, heads, d]. Rotated parts are included.

@@ -1,7 +1,7 @@
 """Computes the experts whose weights are on this rank.
 
 Operators: ``npu_moe_init_routing_v2`` copies each token once for each of its experts on this rank,
-sorted by expert; ``npu_grouped_matmul`` computes one product for all experts;
+and sorts the copies by expert; ``npu_grouped_matmul`` computes one product for all experts;
 ``npu_moe_finalize_routing`` returns the weighted sums in token order. No size of a tensor depends
 on the routing, so these operators can be captured in graphs.
 """

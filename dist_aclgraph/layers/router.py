@@ -60,8 +60,8 @@ class Router:
         bias: [num_experts] float32, added to the scores when experts are chosen. The weights do not
             contain this bias.
         top_groups: number of groups of experts from which a token may choose its experts.
-        group_score: the rule for the score of a group: "max" is the best score of its experts,
-            "top2" is the sum of their two best scores.
+        group_score: the rule for the score of a group: "max" is the best score of the group's
+            experts, "top2" is the sum of their two best scores.
         scale: factor by which all weights are multiplied.
         copies: chooses a copy of each expert; None if every expert exists only once.
         logit_bias: [num_experts] float32, added to the logits.

@@ -345,9 +345,9 @@ class SparseLatentAttention:
         **arguments: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the result of attention to latents, [n, heads, 512]: for each query, the weighted
-        sum of latents. If the operator's further ``arguments`` request sums, also return two
-        tensors, [1, n, heads] float32 each: the greatest score of each row, and the row's sum of
-        exponentials.
+        sum of latents. If ``arguments``, the further arguments of the operator, request sums, also
+        return two tensors, [1, n, heads] float32 each: the greatest score of each row, and the
+        row's sum of exponentials.
 
         Args:
             keys: latents and rotated keys.

@@ -126,8 +126,8 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class Mc2Exchange:
-    """Lets the operators of MC2 send each token to each of its experts. Unlike in an all-to-all, no
-    empty places are sent.
+    """Lets the operators of MC2 send each token to each of its experts. These operators send only
+    tokens, whereas an all-to-all also sends empty places.
 
     The operators are ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``. The
     planner checks the limits of these operators. If the operators accept no mask, padding tokens
@@ -212,8 +212,8 @@ def make_exchanges(
 
 
 def pack(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Return rows, each of which contains a token, its experts and its weights, so that one copy
-    sends all three.
+    """Return rows, each of which contains a token, its experts and its weights, so that one
+    transfer sends all three.
 
     All columns have the type of ``x``. The bits of experts and weights are stored without
     conversion, and both begin at multiples of 32 bytes.

@@ -224,7 +224,7 @@ class GroupedQuery:
         return torch.cat([self._paired(q), gates], -1)
 
     def _matrix(self, slices: WeightSlices, name: str, num_heads: int, here: range) -> MatrixPart:
-        """Describe the rows of an [out, in] weight that belong to the range ``here`` of heads."""
+        """Describe the rows of an [out, in] weight that compute the heads in the range ``here``."""
         hidden, d = self._spec.hidden_size, self._spec.head_dim
         return slices.matrix(name, (num_heads * d, hidden), 0, here.start * d, here.stop * d)
 

@@ -151,8 +151,8 @@ class StoredInt4:
             source = self._find(f"{self._module}.weight_packed")
             self._check(source, "weight_packed", ("I32",), [(out, -(-num_inputs // 8))])
             words: Tensor = source[first:last, left // 8 : -(-right // 8)]
-            # A stored value is the value plus 8. If its highest bit is inverted, it is the value in
-            # two's complement.
+            # The stored number is the value plus 8. Inverting the highest bit of this number gives
+            # the value in two's complement.
             pairs = _turned(words.contiguous().view(torch.uint8) ^ 0x88)
             return pairs[:, left % 8 :][:, : right - left]
         source = self._find(f"{self._module}.weight")

@@ -37,8 +37,8 @@ class Runner:
     """Owns the child processes of the question that is running.
 
     Args:
-        rules: a function that returns the known answers for a chip and a version of CANN, by the
-            question's name. Known answers replace the emulator's answers.
+        rules: a function that returns, for a chip and a version of CANN, a mapping from names of
+            questions to known answers. Known answers replace the emulator's answers.
         child: the function that each child process runs. Its arguments are a ``Task`` and a pipe.
     """
 

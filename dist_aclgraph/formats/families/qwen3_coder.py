@@ -25,8 +25,8 @@ MARKERS = (BEGIN, END)
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 BEGINS = (BEGIN, FUNCTION)
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-# Models can forget the end tag of a parameter. So a line that begins like the next part also ends
-# the parameter.
+# Models can forget the end tag of a parameter. So a line that begins with the tag of the next
+# parameter, or with the end tag of the function, also ends the parameter.
 ENDS = (END_PARAMETER, "\n" + PARAMETER, "\n" + END_FUNCTION)
 
 
