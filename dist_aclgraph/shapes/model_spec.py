@@ -1,8 +1,8 @@
 """The shape of a supported decoder, as one frozen value; this module does not need torch.
 
-One decoder with switches covers all families of models: biases of q, k and v, of the output and of
-the MLP; RMS norms of q and k; latent attention in place of grouped queries; experts in place of the
-MLP. ``shapes/families`` reads the value from a checkpoint.
+One decoder covers all families of models. Switches turn parts of the decoder on: biases of q, k and
+v, of the output and of the MLP; RMS norms of q and k; latent attention in place of grouped queries;
+experts in place of the MLP. ``shapes/families`` reads the value from a checkpoint.
 """
 
 from __future__ import annotations

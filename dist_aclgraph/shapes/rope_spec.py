@@ -240,7 +240,7 @@ def _kind(scaling: ModelConfig) -> str:
     if kind == "mrope" and scaling.has(MROPE_SECTION):
         return "default"  # the positions of all sections are equal in a text
     if kind == "dynamic" and scaling.has(STRETCH):
-        return "default"  # this scaling changes only the base, for all lengths of requests alike
+        return "default"  # this scaling changes only the base, and does not depend on lengths
     return "longrope" if is_longrope else kind
 
 

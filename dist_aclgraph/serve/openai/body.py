@@ -153,8 +153,8 @@ class Body(msgspec.Struct, kw_only=True, gc=False):
     refuses unknown fields.
 
     Attributes:
-        PARTS: for each field that is decoded later, the class of the field's value. If the value is
-            a list, it is the class of the list's items.
+        PARTS: for each field that is decoded later, the class of the field's value. For a list, the
+            class of the list's items.
     """
 
     PARTS: ClassVar[Mapping[str, type[Body]]] = {}

@@ -25,8 +25,8 @@ from dist_aclgraph.serve.resume.journal import Chance
 from dist_aclgraph.text.chat_template import ChatOptions
 from dist_aclgraph.text.structure import Thinking
 
-# The last tokens of a prompt show whether the prompt has opened the reasoning. If a message is
-# continued, all its tokens after the marker of the reasoning are read.
+# The last tokens of a prompt show whether the prompt has opened the reasoning. If the answer
+# continues a message, all tokens of this message after the reasoning's begin marker are read.
 TAIL_TOKENS = 64
 
 
