@@ -13,7 +13,7 @@ Kind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "mc2_dispatch", "mc2_combine"
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# The parts of a layer. Here, the embedding and the head are treated as layers with one part.
+# The parts of a layer. The embedding and the head count as layers with one part.
 PARTS = ("before attention", "in attention", "after attention")
 BEFORE, INSIDE, AFTER = range(len(PARTS))
 EMBEDDING = -1

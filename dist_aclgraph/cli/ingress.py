@@ -1,8 +1,9 @@
-"""The process that serves HTTP. It uses neither Ray nor devices, and may be replaced at any time.
+"""The process that serves HTTP. The process uses no Ray and no devices, and may be replaced at any
+time.
 
-The process asks the owner of the deployment for three things: the addresses of the engines; whether
-requests may be admitted; and, while no group serves, the progress of the recovery. The process
-listens until the service is over. While it cannot serve requests, it answers 503.
+The process asks the owner of the deployment for the addresses of the engines, and whether requests
+may be admitted. While no group serves, the process also asks for the progress of the recovery. The
+process listens until the service is over. While it cannot serve requests, it answers 503.
 """
 
 from __future__ import annotations

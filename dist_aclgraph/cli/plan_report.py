@@ -44,9 +44,8 @@ def plan_report(config: Config) -> dict[str, Any]:
     JSON.
 
     Raises:
-        ConfigError: the model's directory does not exist, or has no checkpoint; the model's sizes
-            do not fit the layout; or a device has too little memory for weights, buffers and KV
-            blocks.
+        ConfigError: the model's directory has no checkpoint, the model's sizes do not fit the
+            layout, or a device has too little memory for weights, buffers and KV blocks.
         StreamBudgetError: a rank has too few streams for even one bucket.
     """
     deployment = AssumedDeployment.from_config(config)

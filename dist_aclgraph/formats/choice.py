@@ -121,8 +121,8 @@ class AnswerFormat:
         is_required: bool = False,
         is_parallel: bool = True,
     ) -> StructuredOutputs | None:
-        """Return the output format of the whole answer. It allows calls, or content in the output
-        format ``form``. Return None if any answer is allowed.
+        """Return the output format of the whole answer, which allows calls, or content in the
+        output format ``form``. Return None if any answer is allowed.
 
         Args:
             form: the output format of the content; None for any text.

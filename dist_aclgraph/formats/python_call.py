@@ -123,10 +123,10 @@ def _as_json(text: str, types: set[str]) -> str:
     """Convert the text of a value to JSON. JSON stays unchanged, a Python literal is converted, and
     any other text becomes a JSON string.
 
-    Templates write the strings of earlier calls without quotes, or write all values in quotes, and
-    models imitate both. So if the schema does not allow a string, the text within the quotes is
-    read as the value. If the schema allows a string but not the type of the value, the value
-    becomes a string.
+    Some templates write the strings of earlier calls without quotes. Other templates write all
+    values of earlier calls in quotes. Models imitate their templates. So if the schema does not
+    allow a string, the text within the quotes is read as the value. If the schema allows a string
+    but not the type of the value, the value becomes a string.
 
     Args:
         types: names of the types that the schema allows; empty if every type is allowed.

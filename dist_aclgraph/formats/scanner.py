@@ -197,7 +197,7 @@ class Scanner:
 
     def match(self, *texts: str) -> Scan[str | None]:
         """If the unread text begins with one of ``texts``, read this text and return it. If several
-        of ``texts`` match, read the longest one. If none matches, read nothing and return None.
+        of ``texts`` match, read the longest text. If none matches, read nothing and return None.
         """
         while True:
             rest = self._text[self._at :]

@@ -5,9 +5,9 @@ For each token and value head, with the state S [value_dim, key_dim]:
 
     S = S exp(g);  S = S + beta (v - S k) k';  out = S q / sqrt(key_dim)
 
-Several neighbouring value heads share a key head. The decay g is one number for each head, or one
-number for each channel of the head's key, that is, for each column of S (Kimi Delta Attention,
-arXiv 2510.26692).
+Several neighbouring value heads share a key head. The decay g is one number for each head. In Kimi
+Delta Attention (arXiv 2510.26692), it is one number for each channel of the head's key, that is,
+for each column of S.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class FusedDeltaRule:
 class PlainDeltaRule:
     """Computes with plain operators in float32. ``g`` has one number for each head or channel.
 
-    It is used for types other than bfloat16, because CANN's operators return only bfloat16. It is
-    also used for decays that differ between channels.
+    This class is used for types other than bfloat16, because CANN's operators return only bfloat16.
+    This class is also used for decays that differ between channels.
     """
 
     state_dtype = torch.float32

@@ -88,7 +88,7 @@ class Int8GroupedProduct:
 
 @dataclass(frozen=True)
 class Int8SwigluProduct:
-    """An ``InnerProduct`` in one operator. It multiplies by the weights of gate and up, computes
+    """An ``InnerProduct`` in one operator, which multiplies by the weights of gate and up, computes
     SwiGLU, and converts the results to int8. The intermediate results are not rounded to the type
     of activations.
 

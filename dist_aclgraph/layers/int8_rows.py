@@ -54,8 +54,7 @@ def in_floats(rows: Rows) -> Tensor:
 @dataclass(frozen=True)
 class Int8Norm:
     """Adds the residual stream, normalises the sum, and returns the result in int8, for int8
-    products. It always adds, because torch_npu has no operator that normalises and quantises
-    without an addition.
+    products. torch_npu has no operator that normalises and quantises without this addition.
     """
 
     norm: RmsNorm

@@ -252,8 +252,8 @@ def attend_whole_heads(
     """Compute attention for whole heads: each head's rotated part is included.
 
     The operator accepts such wide heads only if several query heads share a key head. So a query
-    head of zeros is inserted after each query head, and both share one key head. The results of the
-    inserted heads are not used.
+    head of zeros is inserted after each query head, and these two query heads share one key head.
+    The results of the inserted heads are not used.
 
     Args:
         query: [n, heads, d]; key, value: [num_keys, heads, d]. Rotated parts are included.
@@ -294,10 +294,9 @@ def write_latents(
         slots: [n] int64; a row with slot -1 is not written.
     """
     n = len(slots)
-    # If the cache has at least as many blocks as there are tokens, each token is passed as a
-    # separate sequence, as in vllm-ascend: the operator needs one block for each sequence.
-    # Otherwise all tokens are passed as one sequence, which the operator's documentation also
-    # allows.
+    # The operator needs one block of the cache for each sequence. If there are enough blocks, each
+    # token is passed as a separate sequence, as in vllm-ascend. Otherwise all tokens are passed as
+    # one sequence, which the operator's documentation also allows.
     rows = (n, 1, 1) if n <= len(cache.latents) else (1, 1, n)
     cos, sin = (table[:n].view(*rows, -1) for table in rope)
     torch.ops.npu.npu_kv_rmsnorm_rope_cache(

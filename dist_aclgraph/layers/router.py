@@ -85,8 +85,8 @@ class Router:
 
         If experts have copies, each id is the slot of the chosen copy in ``ExpertPlacement``. The
         experts of padding tokens have an id that is one above the last expert's id: operators
-        accept this id, and no rank has an expert with it. (The id is not negative, because CANN 9
-        counts no tokens at all if an id is negative.)
+        accept this id, and no rank has an expert with it. (With a negative id, CANN 9 would count
+        no tokens.)
 
         Args:
             x: [n, hidden].
@@ -106,8 +106,8 @@ class Router:
         if self.scoring == "softmax" and self.renormalizes:
             weights = weights * (self.scale / weights.sum(-1, keepdim=True))
         if self.scoring == "sigmoid" and not self.renormalizes:
-            # Here, the weights must not be divided by their sum. But the operator always divides
-            # sigmoid scores by their sum, so the weights are computed again.
+            # The operator always divides sigmoid scores by their sum. This model needs weights that
+            # are not divided, so the weights are computed again.
             weights = logits.sigmoid().gather(1, experts.long()) * self.scale
         nowhere = self.weight.shape[1]
         experts = experts.masked_fill((slots == PADDING_SLOT).unsqueeze(1), nowhere)

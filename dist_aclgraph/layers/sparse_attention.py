@@ -1,6 +1,6 @@
 """Sparse latent attention: each query attends only to the latents that an indexer chooses. The
-latents are in the blocks of the KV cache. The latents are used as keys and as values, both for
-prompts and in decoding.
+latents are in the blocks of the KV cache. The latents are used as keys and as values, for prompts
+and in decoding.
 
 The cache also contains an index key of each token. ``npu_lightning_indexer`` chooses keys by
 comparing queries with the index keys of all tokens. ``npu_sparse_flash_attention`` attends to the
@@ -9,7 +9,7 @@ operators.
 
 If several ranks share a cache, each of them keeps all index keys and one shard of the latents. So
 all ranks choose the same keys, and the choice needs no collective. For a request with few queries,
-the rank of each shard computes the attention to the chosen keys of its shard; then the results of
+the rank of each shard computes the attention to the chosen keys of its shard. Then the results of
 all shards are merged, weighted by their log-sum-exps. The operator returns log-sum-exps only if it
 gets no block table. So the whole cache is passed as the keys of one request, and the chosen keys
 are passed as slots. For a request with many queries, the latents of the request are gathered on

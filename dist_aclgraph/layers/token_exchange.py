@@ -60,8 +60,8 @@ class AllToAll:
     """Sends each token once to every rank that has an expert of the token.
 
     All ranks exchange arrays of equal size. So a rank accepts the same maximum number of tokens
-    from each other rank. Tokens above this maximum are counted, but not sent. Their results are
-    wrong, so the step must run again.
+    from each other rank. Tokens above this maximum are counted, but not sent. The results of these
+    tokens are wrong, so the step must run again.
 
     Attributes:
         factor: maximum number of tokens that a rank accepts from another rank, divided by the

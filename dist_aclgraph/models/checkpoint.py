@@ -402,15 +402,15 @@ class Checkpoint:
         return sum(name.startswith(self._names.ignored) for name in self._file_of)
 
     def refuse_unread_biases(self) -> None:
-        """Call this after all weights were read. It raises an error if a bias of one of these
-        weights is stored, but was not read.
+        """Call this after all weights were read. This method raises an error if a bias of one of
+        these weights is stored, but was not read.
 
         Some tools add biases that the model does not have; if these are zero, they are ignored.
         Biases of weights that this rank did not read, such as the weights of other ranks' experts,
         are not checked.
 
         Raises:
-            UnsupportedModelError: a bias that was not read is not zero.
+            UnsupportedModelError: a bias with values other than zero was not read.
         """
         modules = {name.rpartition(".weight")[0] for name in self._read_names}
         for name in sorted(self._file_of.keys() - self._read_names):

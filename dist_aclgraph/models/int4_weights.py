@@ -1,7 +1,7 @@
 """Matrices with values of four bits, as ModelSlim and compressed-tensors store them.
 
 All functions of this module run on the host, because an NPU has no fast operators on bits. A value
-is between -8 and 7. A checkpoint stores an [out, in] matrix in one of four forms. They differ in
+is between -8 and 7. A checkpoint stores an [out, in] matrix in one of four forms, which differ in
 the tensor's name and shape:
 
 - ``weight_packed`` [out, in / 8] int32: each element contains the values of eight inputs, the first
@@ -12,8 +12,8 @@ the tensor's name and shape:
 - ``weight`` [out, in / 2] int8: each byte contains the values of two inputs (ModelSlim, W4A16
   without groups).
 
-Scales are stored in ``weight_scale``. It has out * groups elements, in any shape. ModelSlim's W4A8
-with groups multiplies ``weight_scale`` [out, 1] by ``weight_scale_second`` [out, groups].
+Scales are stored in ``weight_scale``, which has out * groups elements, in any shape. ModelSlim's
+W4A8 with groups multiplies ``weight_scale`` [out, 1] by ``weight_scale_second`` [out, groups].
 """
 
 from __future__ import annotations

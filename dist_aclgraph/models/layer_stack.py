@@ -274,9 +274,7 @@ class LayerStack:
     def _segments(
         self, embed: Embed, step: ExpertStep, metadata: AttentionMetadata | None
     ) -> list[Segment]:
-        """Return the segments of the forward pass. Their number is one more than the number of
-        layers.
-        """
+        """Return the segments of the forward pass: one segment more than there are layers."""
         layers = self.layers
 
         def first(positions: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

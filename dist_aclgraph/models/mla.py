@@ -118,7 +118,7 @@ class MultiHeadLatentAttention:
 
 
 def _has_int8_rows(inputs: tuple[Tensor, ...]) -> bool:
-    """Return whether these inputs of ``attend`` are the inputs of the prologue. If not, they are
+    """Return whether these inputs of ``attend`` are the inputs of the prologue. If false, they are
     the results of separate operators.
     """
     return inputs[0].dtype == torch.int8

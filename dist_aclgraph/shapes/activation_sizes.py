@@ -1,9 +1,9 @@
 """Bytes of a decoder's activations, from its inputs to its logits, estimated from the model's
 shape.
 
-The estimate was never compared with an NPU. It is usually too high: it sums all tensors of a layer,
-although some tensors are freed before the layer's end. It also counts every exchange of tokens as
-an all-gather. The workspaces of operators are not included.
+The estimate was never compared with an NPU. The estimate is usually too high, because it sums all
+tensors of a layer, although some tensors are freed before the layer's end. Every exchange of tokens
+is counted as an all-gather. The workspaces of operators are not included.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def prompt_bytes(
     forms = 1 + 2 * pcp if pcp > 1 else 0
     if spec.indexer:
         # With one shard, latents are read from the cache directly. With several shards, there are
-        # copies of the latents. The sizes of the copies are multiples of the size of all latents: 2
-        # / dcp for packing before the gather, 1 for the gather, and 2 for selecting and splitting
-        # them for each piece of the prompt on the rank.
+        # copies of the latents. The unit of their sizes is the size of all latents. Latents are
+        # packed before the gather (2 / dcp) and gathered (1). For each piece of the prompt on the
+        # rank, latents are selected and split (2).
         copies = 0 if dcp == 1 else 2 / dcp + 1 + 2 * min(pcp, 2)
         elements = round(chunk_tokens * copies * kept)
         elements += num_tokens * forms * (kept + spec.indexer.head_dim)

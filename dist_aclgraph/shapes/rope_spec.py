@@ -212,7 +212,7 @@ def read_context_lengths(config: ModelConfig) -> ContextLengths:
         return ContextLengths(length, min(length, _original_len(config, scaling)))
     if kind in ("linear", "dynamic", "yarn") and config.architecture not in COUNTS_SCALING:
         start = _original_len(config, scaling) if kind == "yarn" else length
-        # A yarn model's factor can be too small for the length that config.json declares. Then the
+        # If a yarn model's factor is too small for the length that config.json declares, the
         # declared length is used. vLLM uses the shorter length.
         length = max(length, int(start * _factor(config, scaling)))
         if length > MAX_CONTEXT:

@@ -67,8 +67,8 @@ def copy_tagged_calls(
             scanner.content(marker + scanner.give_back(closing))
             marker = closing
             continue
-        # Models can forget the first marker. Then the text is a call only if it has the name of a
-        # given tool.
+        # If a model forgets the first marker, the text is a call only if it has the name of a given
+        # tool.
         if closing != ">" or not name or (marker == FUNCTION and name not in tools):
             scanner.content(marker + scanner.give_back())
             marker = yield from scanner.copy_until(begins, scanner.content)

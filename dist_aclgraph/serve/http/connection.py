@@ -63,8 +63,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     Args:
         record: the record of the connection.
-        is_resumed: whether a previous process accepted the connection. If so, ``resume`` parses the
-            bytes that the record contains.
+        is_resumed: whether a previous process accepted the connection. If true, ``resume`` parses
+            the bytes that the record contains.
 
     Attributes:
         is_writable: set while no bytes wait to be sent.

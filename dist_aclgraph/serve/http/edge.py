@@ -1,7 +1,7 @@
 """The outermost layer of the API. It refuses requests before their bodies are read.
 
-If no slot is free, a server with support for ``GatedApp`` refuses a request as soon as it has read
-the request's first line.
+If no slot is free, a server with support for ``GatedApp`` reads only the first line of a request,
+and then refuses the request.
 """
 
 from __future__ import annotations

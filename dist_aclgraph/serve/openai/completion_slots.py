@@ -53,7 +53,7 @@ class CompletionSlots:
         """Reserve slots for completions.
 
         Args:
-            is_owed: whether a previous process has accepted the request. If so, the request gets
+            is_owed: whether a previous process has accepted the request. If true, the request gets
                 slots even if no slot is free.
 
         Raises:

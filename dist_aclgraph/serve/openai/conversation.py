@@ -192,9 +192,10 @@ async def _with_form(
 ) -> SamplingParams:
     """Return parameters with the grammar of the answer.
 
-    Required calls follow the schemas of the tools. If the schema of a tool that is not strict
-    cannot be used, the tool's arguments may be any object. If the grammar is too large, or cannot
-    be made for another reason, the arguments of all tools that are not strict may be any object.
+    Required calls follow the schemas of the tools. If the schema of a tool cannot be used, and the
+    tool is not strict, the tool's arguments may be any object. If the grammar cannot be made for
+    another reason, for example because it is too large, this applies to all tools that are not
+    strict.
 
     Raises:
         InvalidParameterError: the output format, or a strict tool's schema, cannot be used.

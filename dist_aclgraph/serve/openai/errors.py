@@ -79,8 +79,8 @@ class ForbiddenError(RequestError):
 class ThreadError(RequestError):
     """The client asks the service to keep the conversation.
 
-    Anthropic's clients recognise the error by its code. They then send the whole conversation in
-    each request.
+    Anthropic's clients recognise the error by its code. After this error, these clients send the
+    whole conversation in each request.
     """
 
     code = "thread_unsupported_request"

@@ -117,9 +117,9 @@ def check_transfer(state: ApiState, transfer: Transfer) -> BlockSource | None:
 def transfer_of(generation: Generation, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return additional fields of an answer; empty if no router has requested the prompt's KV.
 
-    The field is ``kv_transfer_params``. It contains the parameters that the other service needs to
-    continue. It is null if the answer is already complete. The block ids are the names of the
-    prompt's files.
+    The field is ``kv_transfer_params``. The field contains the parameters that the other service
+    needs to continue. The field is null if the answer is already complete. The block ids are the
+    names of the prompt's files.
     """
     if generation.role != "prefill":
         return {}
