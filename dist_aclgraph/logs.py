@@ -3,9 +3,9 @@
 Modules write with ``logging.getLogger(__name__)``. An event is a line that programs can read: it
 has a stable name, and values with names. ``docs/operate/logs.md`` lists the events.
 
-``ProcessLog.open`` attaches handlers to the package's own logger. In a process with a terminal, it
-also attaches handlers to Ray's logger. Other loggers, and a user's program that uses ``LLM``, are
-not changed.
+``ProcessLog.open`` attaches handlers to the package's own logger. In a process with a terminal,
+``open`` also attaches handlers to Ray's logger. Other loggers, and a user's program that uses
+``LLM``, are not changed.
 """
 
 from __future__ import annotations

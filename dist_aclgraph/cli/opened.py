@@ -32,7 +32,7 @@ class Opened:
     """A checked configuration, and the sockets that the processes of its service share.
 
     Attributes:
-        http: for each ingress, the socket at which it listens for clients.
+        http: for each ingress, the listening socket for clients.
         link: socket at which the owner of the deployment listens for the ingress.
         directory: directory of the socket file of ``link``.
     """

@@ -390,7 +390,7 @@ def release_failed_capture(pool: Any) -> None:
     the memory.
 
     Args:
-        pool: handle of the pool of the capture.
+        pool: handle of the capture's pool.
     """
     functions = torch_npu()._C
     if not installed_line().forgets_failed_captures:

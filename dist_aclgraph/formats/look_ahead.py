@@ -1,7 +1,7 @@
 """Replaces look-aheads at the beginning of a regular expression by further regular expressions.
 
-llguidance has no look-aheads. Schemas of zod (e-mail addresses) and of pydantic (decimals) have
-them.
+llguidance supports no look-aheads. Schemas of zod (e-mail addresses) and of pydantic (decimals)
+contain look-aheads.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class PairTags:
 def copy_pairs(
     scanner: Scanner, schema: Mapping[str, Any], tags: PairTags, marker: str | None
 ) -> Scan[bool]:
-    """Read the pairs of a call up to the tag after them, and emit the arguments.
+    """Read the pairs of a call and the tag after the last pair, and emit the arguments.
 
     Args:
         schema: JSON schema of the tool's parameters.

@@ -24,7 +24,7 @@ _NO_NAME = re.compile(r"^(?![^\W\d][\w.-]*\Z)")
 
 def copy_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
     """Read a call of a given tool; return whether the call is complete. If the text is not a call,
-    it stays in the scanner's kept text.
+    the scanner still keeps the text.
     """
     name = yield from _read_name(scanner, _TOOL_NAME, "(")
     if name not in tools:

@@ -36,7 +36,7 @@ class AttentionOperator:
     Attributes:
         query_ends, kv_lens: names of the operator's arguments for cumulative query lengths and KV
             lengths.
-        sums: name of the operator's argument that tells it to return the log-sum-exps.
+        sums: name of the operator's argument that requests the log-sum-exps.
     """
 
     name: str

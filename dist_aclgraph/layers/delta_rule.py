@@ -1,5 +1,5 @@
 """The gated delta rule (arXiv 2412.06464). For bfloat16, CANN's operators compute the rule. For
-other types, and for decays that differ between channels, plain operators compute it.
+other types, and for decays that differ between channels, plain operators compute the rule.
 
 For each token and value head, with the state S [value_dim, key_dim]:
 
@@ -137,7 +137,7 @@ class PlainDeltaRule:
         state = states.index_select(0, at.sources)
         for i in range(layout.max_tokens):
             # If a request has fewer than ``max_tokens`` tokens, its last token is computed again.
-            # The results go to slot 0 and to the last row of ``out``, and are not used.
+            # These results are written to slot 0 and to the last row of ``out``, and are not used.
             is_live = layout.lengths > i
             token = (layout.starts + i).clamp(max=n - 1)
             key = k.index_select(0, token)[..., None]  # [num_reqs, heads, key_dim, 1]

@@ -91,8 +91,8 @@ def attend_to_int8_latents(
 
     Args:
         query: [n, heads, 512 + 64], queries multiplied by the key matrices, and their rotated part.
-        chosen: [n, 1, top_k] int32, for each query, the indices of the blocks of keys to which it
-            attends; the remaining elements are -1.
+        chosen: [n, 1, top_k] int32, for each query, the indices of the blocks of keys to which the
+            query attends; the remaining elements are -1.
         key_block: number of keys in each of these blocks; if it is 1, the indices are positions of
             keys.
     """
@@ -119,8 +119,8 @@ def attend_to_int8_latents(
 
 
 def seen_blocks(num_seen: Tensor, num_keys: int) -> Tensor:
-    """Return, for each query, the indices of the blocks of ``KEY_BLOCK`` keys that it may see; the
-    remaining elements are -1.
+    """Return, for each query, the indices of the blocks of ``KEY_BLOCK`` keys that the query may
+    see; the remaining elements are -1.
 
     Args:
         num_seen: [n] int32, number of keys that each query may see.

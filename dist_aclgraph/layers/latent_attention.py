@@ -61,8 +61,8 @@ class LatentAttention:
 
     Attributes:
         norm: [512], weight of the latent's norm.
-        keys, values: [heads, 128, 512], matrices. Multiplied by a latent, they give each head's key
-            and value.
+        keys, values: [heads, 128, 512], matrices. The products of these matrices and a latent are
+            each head's key and value.
         scale: factor by which attention scores are multiplied.
         has_whole_heads: whether keys that are computed from latents are joined with their rotated
             parts before attention; see ``attend_whole_heads``.

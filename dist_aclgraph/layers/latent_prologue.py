@@ -38,7 +38,8 @@ class LatentPrologue:
         up: the product that computes the queries from the queries' latents: 1536 -> heads * (128 +
             64).
         query_norm, latent_norm: [1536] and [512], weights of norms.
-        keys: [heads, 128, 512], matrices. Multiplied by a latent, they give each head's key.
+        keys: [heads, 128, 512], matrices. The products of these matrices and a latent are each
+            head's key.
     """
 
     queries: Int8Linear

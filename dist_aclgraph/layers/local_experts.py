@@ -18,7 +18,7 @@ from torch import Tensor
 from dist_aclgraph.layers.int8_rows import Int8Rows, Rows, in_floats
 
 # Types of a group list, which has one element for each expert. With CUMULATIVE, the element is the
-# index after the expert's last row. With COUNTS, it is the expert's number of rows.
+# index after the expert's last row. With COUNTS, the element is the expert's number of rows.
 CUMULATIVE, COUNTS = 0, 1
 NO_QUANT, DYNAMIC_QUANT = -1, 1  # values of quant_mode
 

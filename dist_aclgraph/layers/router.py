@@ -85,8 +85,8 @@ class Router:
 
         If experts have copies, each id is the slot of the chosen copy in ``ExpertPlacement``. The
         experts of padding tokens have an id that is one above the last expert's id: operators
-        accept this id, and no rank has an expert with it. (With a negative id, CANN 9 would count
-        no tokens.)
+        accept this id, and no rank has an expert with this id. (With a negative id, CANN 9 would
+        count no tokens.)
 
         Args:
             x: [n, hidden].

@@ -124,8 +124,8 @@ class SparseLatentAttention:
 
     Attributes:
         norm: [512], weight of the latent's norm.
-        keys, values: [heads, plain dim, 512] and [heads, value dim, 512], matrices. Multiplied by a
-            latent, they give each head's key and value.
+        keys, values: [heads, plain dim, 512] and [heads, value dim, 512], matrices. The products of
+            these matrices and a latent are each head's key and value.
         scale: factor by which attention scores are multiplied.
         top_k: maximum number of keys to which a query attends.
     """

@@ -405,9 +405,9 @@ class Checkpoint:
         """Call this after all weights were read. This method raises an error if a bias of one of
         these weights is stored, but was not read.
 
-        Some tools add biases that the model does not have; if these are zero, they are ignored.
-        Biases of weights that this rank did not read, such as the weights of other ranks' experts,
-        are not checked.
+        Some tools add biases that the model does not have. Such a bias is ignored if all of its
+        values are zero. Biases of weights that this rank did not read, such as the weights of other
+        ranks' experts, are not checked.
 
         Raises:
             UnsupportedModelError: a bias with values other than zero was not read.

@@ -218,8 +218,8 @@ class ModelConfig:
     @property
     def rope(self) -> ModelConfig:
         """The part of config.json that describes the rotary embedding. As in transformers, the
-        older ``rope_scaling`` takes precedence over ``rope_parameters``, because users add it to
-        files that were published long ago.
+        older ``rope_scaling`` takes precedence over ``rope_parameters``, because users add
+        ``rope_scaling`` to files that were published long ago.
 
         If each type of layer has its own embedding, ``rope`` is the embedding of layers without
         window.

@@ -96,8 +96,8 @@ class LatentSpec:
     Attributes:
         q_rank: width of the low-rank projection of queries; None if there is no such projection.
         kv_rank: width of the latent.
-        plain_dim, rope_dim: widths of the two parts of a query or key head: the part without
-            rotary embedding, and the part with it.
+        plain_dim, rope_dim: widths of the two parts of a query or key head: the part without rotary
+            embedding, and the rotated part.
         value_dim: width of a value head.
         interleaves: whether the two elements of a rotated pair are neighbours in the checkpoint. If
             false, their distance is half of the rotated part.

@@ -245,8 +245,8 @@ def _kind(scaling: ModelConfig) -> str:
 
 
 def _stretched(scaling: ModelConfig, rope_dim: int, theta: float) -> float:
-    """Return the base of the frequencies. If config.json has Hunyuan's factor, it is applied to the
-    base.
+    """Return the base of the frequencies. Hunyuan's factor in config.json, if there is one, changes
+    this base.
     """
     if not scaling.has(STRETCH):
         return theta

@@ -42,7 +42,7 @@ class Conversation:
         messages: the messages, in the form that chat templates need.
         params: sampling parameters; ``max_tokens`` is None if the request gives no limit.
         is_unlimited: whether only the context limits the length of the answer. If false, the
-            model's recommended maximum limits it, too.
+            model's recommended maximum is also a limit.
         options: the options for making the prompt from the messages, and the definitions of
             ``tools``.
         tools: the tools that the answer may call; None if it may not call tools.
