@@ -123,7 +123,7 @@ def sourced_cann() -> Path | None:
 
 
 def sourced_parts() -> dict[str, Path | None]:
-    """Return a mapping from the names of CANN's parts that torch_npu requires to the paths of these
+    """Return the paths of the parts of CANN that torch_npu requires. The keys are the names of the
     parts.
 
     CANN's set-up scripts set the paths. A path is None if no script has set it.

@@ -160,8 +160,8 @@ class AttentionMetadata:
             the requests.
         on_device: lengths and slots for a kind of attention that reads lengths on the device; None
             for other kinds.
-        on_shards: if an indexer chooses keys, the tokens whose attention to a shard is computed by
-            the shard's rank. None if the cache is not sharded, or if there are no such tokens.
+        on_shards: the tokens that attend to chosen keys on all shards; see ``ShardRows``. None if
+            no indexer chooses keys, if the cache is not sharded, or if there are no such tokens.
         tasks: records the operators of the captured graph; None in an eager step.
         is_in_pieces: whether the parts of layers before and after attention run in piecewise
             graphs.

@@ -59,7 +59,8 @@ class Router:
         renormalizes: whether the weights of a token sum to one before they are scaled.
         bias: [num_experts] float32, added to the scores when experts are chosen. The weights do not
             contain this bias.
-        top_groups: number of groups of experts from which a token may choose its experts.
+        top_groups: number of groups that a token may use. A token chooses its experts only from the
+            groups with the best scores.
         group_score: the rule for the score of a group: "max" is the best score of the group's
             experts, "top2" is the sum of their two best scores.
         scale: factor by which all weights are multiplied.

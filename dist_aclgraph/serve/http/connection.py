@@ -1,4 +1,5 @@
-"""One client's connection, which limits how much and how slowly a client may send.
+"""One client's connection, which limits the bytes that a client may send, and the time in which the
+client must send them.
 
 No proxy protects the server, so the connection itself limits headers, slow senders and slow
 readers. A ``ConnectionRecord`` stores everything that another process needs to continue the

@@ -1,4 +1,4 @@
-"""Experts as DeepSeek describes them, and the rules for the experts of all families."""
+"""Reads the experts of DeepSeek's models, and checks the experts of all families."""
 
 from __future__ import annotations
 
