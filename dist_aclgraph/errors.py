@@ -148,8 +148,8 @@ class CaptureError(GraphError):
 
 
 class ReplayMismatchError(GraphError):
-    """No graph can be replayed for a step: none was captured for its size, or its buffers or
-    lengths do not fit the capture.
+    """No graph can be replayed for a step: no graph was captured for the step's size, or the step's
+    buffers or lengths do not fit the capture.
     """
 
 

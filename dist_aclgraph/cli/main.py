@@ -330,8 +330,8 @@ def doctor(
 ) -> None:
     """Check this machine: versions, NPU or emulator, compiler, memory, ports.
 
-    With --cluster, also check all nodes of a Ray cluster: equal versions, addresses of NPUs, and
-    connections between all nodes.
+    With --cluster, also check all nodes of a Ray cluster: their versions, the addresses of their
+    NPUs, and the connections between the nodes.
     """
     with _user_errors():
         from dist_aclgraph.cli.doctor.finding import show_findings

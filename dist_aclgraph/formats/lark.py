@@ -277,8 +277,8 @@ class Lark:
         """
         found = None if schema is None else parameters_of(tool, schema)
         if found is None or schema is None:
-            # A format that does not mark strings has one expression for all values, whether strings
-            # or not.
+            # A format that does not mark strings has the same expression for strings and for other
+            # values.
             values = {around(False): f"{self.json({})} {self.text(end)}"}
             values[around(True)] = self.until(ANY, end, ends)
             each = [

@@ -253,8 +253,8 @@ class Checkpoint:
             rearrange: changes the order of outputs, [..., out] -> [..., out]; None keeps the order.
 
         Raises:
-            ConfigError: ``dtype`` is float32, or the requested range of inputs does not consist of
-                whole groups of inputs that share a scale.
+            ConfigError: ``dtype`` is float32, or the requested range of inputs cuts a group of
+                inputs that share a scale.
             MissingTensorError: as ``read``.
             UnsupportedModelError: the values have offsets.
         """
