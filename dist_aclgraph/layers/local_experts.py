@@ -141,8 +141,7 @@ class Xielu:
     """The activation of arXiv 2411.13010, without a gate.
 
     Attributes:
-        positive, negative: factors for the two parts of the function: the part for positive values,
-            and the part for other values.
+        positive, negative: the factor for positive values, and the factor for all other values.
     """
 
     positive: float

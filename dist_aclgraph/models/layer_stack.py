@@ -1,8 +1,8 @@
 """A sequence of decoder layers, each with any kind of attention.
 
-The forward pass is a sequence of segments, which are divided at attention (``before_attention`` and
-``after_attention`` of each layer). So the whole pass can be captured as one graph, or each segment
-as a separate graph.
+The forward pass is a sequence of segments, with attention between two segments
+(``before_attention`` and ``after_attention`` of each layer). So the whole pass can be captured as
+one graph, or each segment as a separate graph.
 """
 
 from __future__ import annotations

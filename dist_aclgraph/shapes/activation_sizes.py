@@ -131,8 +131,8 @@ def prompt_bytes(
 
 def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: int) -> int:
     """Return the bytes that one token needs if the keys are sharded, and each rank computes the
-    token's attention to its own shard. The DCP ranks exchange the queries of all heads, and the
-    shards' results in float32.
+    attention of the token to the rank's shard. The DCP ranks exchange the queries of all heads, and
+    the shards' results in float32.
     """
     heads, groups = spec.num_heads // tp, dcp // pcp  # PCP ranks have copies of the same heads
     rotated = spec.latent.rope_dim if spec.latent else 0
