@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dist_aclgraph.config import Config, DeviceConfig, HcclExpansion
 
-# Values of HCCL_OP_EXPANSION_MODE. With HOST, the host expands collectives; on an A2, this mode
+# Values of HCCL_OP_EXPANSION_MODE. With HOST, the host unrolls collectives; on an A2, this mode
 # uses FFTS+.
 HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
 
@@ -49,7 +49,7 @@ def child_environment(config: Config) -> dict[str, str]:
 def python_environment(config: Config) -> dict[str, str]:
     """Return the environment for a Python process that must find this process's modules.
 
-    It contains the variables of worker processes, too (``child_environment``).
+    The environment also contains the variables of worker processes (``child_environment``).
     """
     paths = os.pathsep.join(filter(None, sys.path))
     return {**os.environ, **child_environment(config), "PYTHONPATH": paths}
@@ -100,7 +100,7 @@ def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
 
 
 def set_hccl_buffsize(mb: int) -> None:
-    """Set the buffer size of those HCCL communication domains for which no separate size is set.
+    """Set the buffer size of all HCCL communicators that have no separate buffer size.
 
     torch_npu reads the variable once, when this process creates its first communicator.
     """
@@ -123,7 +123,8 @@ def sourced_cann() -> Path | None:
 
 
 def sourced_parts() -> dict[str, Path | None]:
-    """Return the paths of the parts of CANN that torch_npu requires, by name of the part.
+    """Return the paths of the parts of CANN that torch_npu requires. The keys are the names of the
+    parts.
 
     CANN's set-up scripts set the paths. A path is None if no script has set it.
     """
@@ -139,9 +140,9 @@ def sourced_parts() -> dict[str, Path | None]:
 
 
 def cann_scripts() -> list[Path]:
-    """Return CANN's installed set-up scripts: first the scripts of the CANN that root has
-    installed, then the scripts of the user's CANN. If a CANN has two scripts, the script of the
-    newer layout is first.
+    """Return the set-up scripts of the installed CANNs: first of the CANN that root has installed,
+    then of the CANN that the user has installed. If one CANN has two scripts, the script of the
+    newer folder layout is first.
     """
     installed = os.environ.get("ASCEND_INSTALL_PATH")
     # A user other than root installs CANN in the home folder.
@@ -270,14 +271,14 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
         # Disables Ray's memory monitor. If host memory is short, the monitor would end our actors,
         # even if another program uses the memory.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-        # Disables Ray's events of tasks. Every heartbeat is a task, so the control store and the
-        # dashboard's agent would grow for as long as the service runs. No code reads the events.
+        # Disables Ray's task events, which no code reads. Every heartbeat is a task, so the events
+        # would fill the memory of the control store and of the dashboard's agent.
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
         # By default, the control store keeps the records of 100,000 actors that have ended.
         os.environ.setdefault("RAY_maximum_gcs_destroyed_actor_cached_count", "1000")
         os.environ.setdefault("RAY_maximum_gcs_dead_worker_cached_count", "1000")
-        # Disables Ray's metrics. The dashboard's agent would keep metrics of each process that has
-        # ended, and nobody knows the port of a local Ray's metrics.
+        # Disables Ray's metrics. The dashboard's agent would keep the metrics of each process that
+        # has ended. A local Ray serves its metrics at a random port, so no program reads them.
         os.environ.setdefault("RAY_enable_metrics_collection", "0")
         # With this period, a daemon that hangs is noticed after 12 to 42 s.
         os.environ.setdefault("RAY_health_check_period_ms", "2000")

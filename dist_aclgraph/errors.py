@@ -144,15 +144,19 @@ class GraphError(DistAclGraphError):
 
 
 class CaptureError(GraphError):
-    """A bucket could not be captured, for a reason other than streams or memory."""
+    """A bucket could not be captured, although there were enough streams and enough memory."""
 
 
 class ReplayMismatchError(GraphError):
-    """The inputs of a replay differ from the inputs that the graph was captured for."""
+    """No graph can be replayed for a step: no graph was captured for the step's size, or the step's
+    buffers or lengths do not fit the capture.
+    """
 
 
 class StreamBudgetError(GraphError):
-    """Not even the smallest bucket fits; the message lists offer, cost and shortfall per rank."""
+    """A rank has too few streams for even the smallest bucket. The message lists, for each rank,
+    the available, the required and the missing streams.
+    """
 
 
 class KVCacheError(DistAclGraphError):
@@ -211,7 +215,7 @@ class UnusableToolError(InvalidParameterError):
     """For some tools of a request, no grammar can be made from the schemas of their arguments.
 
     Attributes:
-        tools: names of these tools. The message describes the first one.
+        tools: names of these tools. The message describes the first of these tools.
     """
 
     def __init__(self, message: str, param: str | None = None, tools: tuple[str, ...] = ()) -> None:
@@ -237,7 +241,7 @@ class NonFiniteLogitsError(DistAclGraphError):
 
 
 class GrammarError(DistAclGraphError):
-    """The grammar of a request cannot compute which tokens are allowed next."""
+    """The tokens that the grammar of a request allows next cannot be computed."""
 
 
 class NotAMessageError(DistAclGraphError):

@@ -3,9 +3,9 @@
 Modules write with ``logging.getLogger(__name__)``. An event is a line that programs can read: it
 has a stable name, and values with names. ``docs/operate/logs.md`` lists the events.
 
-``ProcessLog.open`` attaches handlers to the package's own logger. In a process with a terminal, it
-also attaches handlers to Ray's logger. Other loggers, and a user's program that uses ``LLM``, are
-not changed.
+``ProcessLog.open`` attaches handlers to the package's own logger. In a process with a terminal,
+``open`` also attaches handlers to Ray's logger. Other loggers, and a user's program that uses
+``LLM``, are not changed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class ProcessLog:
         self._host = socket.gethostname()
 
     def open(self, config: LoggingConfig, *, has_terminal: bool = False) -> None:
-        """Write this process's lines from now on. Replaces the log that the parent has opened.
+        """Begin to write this process's lines. The new log replaces the log that the parent process
+        has opened.
 
         If the files cannot be written, the lines are written to stderr.
 
@@ -131,7 +132,7 @@ class ProcessLog:
             handler.setFormatter(_FORMATTERS[config.format](self))
         shown = [_TerminalHandler()] if has_terminal and self.folder is not None else []
         _attach(PACKAGE, config.level, main, *shown)
-        if shown:  # Ray's messages are of no use to a user, so only its errors are logged
+        if shown:  # Ray's messages are of no use to a user, so only Ray's errors are logged
             _attach(RAY, "error", main, propagates=False)
         _attach(ACCESS, "info" if config.access else "error", access, propagates=False)
         if problem:
@@ -177,7 +178,9 @@ def _attach(name: str, level: str, *handlers: logging.Handler, propagates: bool 
 
 
 class _FileHandler(RotatingFileHandler):
-    """Writes a file of limited size. If the disk is full, the process continues without lines."""
+    """Writes lines to a file of limited size. If the disk is full, the lines are lost, and the
+    process continues.
+    """
 
     def __init__(self, path: Path, config: LoggingConfig) -> None:
         super().__init__(
@@ -222,7 +225,9 @@ class _TerminalHandler(_StderrHandler):
 
 
 class _TextFormatter(logging.Formatter):
-    """One line: ``TIME LEVEL host=... role=... MESSAGE``, with a traceback as a quoted value."""
+    """Formats an entry as one line, ``TIME LEVEL host=... role=... MESSAGE``. A traceback becomes a
+    quoted value.
+    """
 
     def __init__(self, log: ProcessLog) -> None:
         super().__init__()

@@ -127,7 +127,7 @@ class Structure:
             tokens are forbidden.
         think_begin, think_end: tokens around the reasoning; -1 if there is no reasoning. The
             grammar does not apply to the reasoning.
-        is_thinking: whether the output begins within the reasoning. If not, the output's first
+        is_thinking: whether the output begins within the reasoning. If false, the output's first
             token may be ``think_begin``.
         max_thought: maximum number of tokens of reasoning; -1 sets no limit.
     """
@@ -166,7 +166,7 @@ class SamplingParams:
             a random seed, as in vLLM.
         logprobs: number of most probable tokens to report for each token; None reports nothing.
         prompt_logprobs: number of most probable tokens to report for each prompt token except the
-            first one.
+            first prompt token.
         stop: strings that end the text.
         include_stop_str_in_output: whether the text contains the stop string that ended it.
         stop_token_ids: ids that end the output, in addition to the model's stop tokens.
@@ -288,8 +288,7 @@ def check_truncation(value: object) -> None:
 def truncated(
     ids: list[int], most: int | None, context_len: int, max_tokens: int | None
 ) -> list[int]:
-    """Return the last ids of a prompt. The argument ``most`` is their maximum number; None sets no
-    limit.
+    """Return at most the last ``most`` ids of a prompt; None sets no limit.
 
     The value -1 stands for the number of ids that fit in the context together with the output.
     """

@@ -16,9 +16,7 @@ assert sys.byteorder == "little" and array("i").itemsize == INT_BYTES
 
 
 def int_list(values: Sequence[int] | IntArray = ()) -> array[int]:
-    """Return a list of int32 that can grow, and that ``pack_ints`` packs with one copy of its
-    bytes.
-    """
+    """Return an array of int32 that can grow. ``pack_ints`` copies its bytes only once."""
     if not isinstance(values, np.ndarray):
         return array("i", values)
     found = array("i")

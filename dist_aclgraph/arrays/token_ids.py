@@ -1,4 +1,6 @@
-"""The only rule about token ids: an id is a row of the model, so it is in [0, vocab_size)."""
+"""The only rule about token ids: an id is the index of a row of the embedding, from 0 to vocab_size
+- 1.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from dist_aclgraph.shapes.weight_files import check_weight_files
 
 
 def check_deployment(config: Config) -> Config:
-    """Return the configuration with the chosen device; raise an error if a deployment cannot start.
+    """Choose the device, and return the configuration with this device. Raise an error if a
+    deployment cannot start.
 
     The files of weights are checked too, because a deployment loads the weights.
 

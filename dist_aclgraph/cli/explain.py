@@ -25,8 +25,7 @@ COLUMNS = ("rank", "host", "process", "epoch", "step", "graph", "requests", "tok
 
 
 def read_groups(folder: Path) -> dict[int, list[RecordedSteps]]:
-    """Return the recordings of each group, by the group's number. A group's recordings are in rank
-    order.
+    """Return a mapping from the number of each group to its recordings, in rank order.
 
     Args:
         folder: a folder of logs, or the subfolder that contains the recorded steps.

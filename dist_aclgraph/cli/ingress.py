@@ -1,8 +1,9 @@
-"""The process that serves HTTP. It uses neither Ray nor devices, and may be replaced at any time.
+"""The process that serves HTTP. The process uses no Ray and no devices, and may be replaced at any
+time.
 
-The process asks the owner of the deployment for three things: the addresses of the engines; whether
-requests may be admitted; and, while no group serves, the progress of the recovery. The process
-listens until the service is over. While it cannot serve requests, it answers 503.
+The process asks the owner of the deployment for the addresses of the engines, and whether requests
+may be admitted. While no group serves, the process also asks for the progress of the recovery. The
+process listens until the service is over. While it cannot serve requests, it answers 503.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def serve_http(
         replica: index of this ingress among the ingresses of the service.
 
     Raises:
-        EngineUnavailableError: no group will ever serve again, and the owner still runs.
+        EngineUnavailableError: all groups have failed, and the owner has not ended the service
+            within ``END_S``.
     """
     front = Front("the service is starting")
     http = opened.http[replica]
@@ -85,8 +87,8 @@ def _serve(
     reach: Reach,
     replica: int,
 ) -> None:
-    # Another thread asks the owner about the progress of a recovery. This thread needs a second
-    # client, because two threads must not share a client.
+    # A client for the thread that asks the owner about the progress of a recovery. Two threads must
+    # not share a client.
     asker = OwnerClient(opened.owner_path)
     state = open_state(opened.config, opened.tokenizer, reach, asker.outlook, replica)
     failure = None

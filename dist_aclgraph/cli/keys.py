@@ -44,7 +44,9 @@ MAX_COLUMNS = 118
 
 
 def render_keys() -> str:
-    """Return the page, in Markdown: the keys at the top, then a list for each section."""
+    """Return the page, in Markdown: first the keys that are in no section, then a list for each
+    section.
+    """
     options = OF_VLLM + "".join(f"| {flags} | {ours} |\n" for flags, ours in _options())
     refused = "".join(
         f"| `{_flag(name)}` | {_harmless(name)} | {why} |\n" for name, why in REFUSED.items()
@@ -59,7 +61,7 @@ MAX_WORDS = 4
 
 def _options() -> Iterator[tuple[str, str]]:
     """Yield two texts for each option of vLLM. The first text lists the option's flags. The second
-    text has our key, the values that have other names in vLLM than here, and the option's note.
+    text has our key, our names for the values that vLLM names differently, and the option's note.
     """
     for name, option in OPTIONS.items():
         flags = ", ".join(f"`{_flag(each)}`" for each in (name, *option.short))

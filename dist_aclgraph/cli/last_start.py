@@ -1,5 +1,5 @@
-"""Stores the report of the last start. From this report, ``doctor`` shows facts that are known only
-after a start.
+"""Stores the report of the last deployment that started on this machine. ``doctor`` reads from this
+report the facts that are known only after a start.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def keep_report(name: str, report: Mapping[str, Any]) -> None:
 
 
 def last_start() -> dict[str, Any] | None:
-    """Return name, time and report of the last start; None if there is no report."""
+    """Return the name of the model, the time and the report of the last start; None if there is no
+    report.
+    """
     try:
         kept = json.loads(_path().read_text())
     except (OSError, ValueError):

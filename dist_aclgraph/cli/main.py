@@ -1,6 +1,6 @@
 """``dist-aclgraph run | serve | scale | roll | explain | plan | simulate | doctor | probe``.
 
-Heavy imports are inside the commands.
+Slow imports are inside the functions of the commands.
 
 A user's mistake ends a command with one sentence on stderr and exit code 2. Any other failure ends
 it with one sentence on stderr and exit code 1.
@@ -266,12 +266,12 @@ def roll(
     deployment: DeploymentName = None,
     ray: RayAddress = None,
 ) -> None:
-    """Replace each group of a running deployment with a group of another configuration, one after
-    another.
+    """Replace the groups of a running deployment, one after another, with groups of another
+    configuration.
 
-    No request fails, because old groups finish their requests. The model, its overrides, names,
-    task and sampling defaults, and the seed must stay the same, because ingresses have already read
-    these values. The keys of serve have no effect.
+    No request fails, because old groups finish their requests. Some values must not change, because
+    ingresses have already read them: the seed, the model, and the overrides, names, task and
+    sampling defaults of the model. Changes of the keys of serve have no effect.
     """
     with _user_errors():
         from rich.console import Console
@@ -330,8 +330,8 @@ def doctor(
 ) -> None:
     """Check this machine: versions, NPU or emulator, compiler, memory, ports.
 
-    With --cluster, also check all nodes of a Ray cluster: equal versions, addresses of NPUs, and
-    connections between all nodes.
+    With --cluster, also check all nodes of a Ray cluster: their versions, the addresses of their
+    NPUs, and the connections between the nodes.
     """
     with _user_errors():
         from dist_aclgraph.cli.doctor.finding import show_findings

@@ -38,8 +38,8 @@ OF_SERVICE = ("served_model_name", "host", "port", "uds", "allowed_origins")
 
 
 class ModelCommand(TyperCommand):
-    """A command with vLLM's options. If it refuses an option, the error suggests the most similar
-    one.
+    """A command with vLLM's options. For an unknown option, the error suggests the most similar
+    known option.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

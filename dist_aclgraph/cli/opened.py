@@ -32,7 +32,7 @@ class Opened:
     """A checked configuration, and the sockets that the processes of its service share.
 
     Attributes:
-        http: for each ingress, the socket at which it listens for clients.
+        http: for each ingress, the listening socket for clients.
         link: socket at which the owner of the deployment listens for the ingress.
         directory: directory of the socket file of ``link``.
     """
@@ -54,7 +54,7 @@ def open_service(config: Config) -> Iterator[Opened]:
     """Check a configuration, and listen at its ports inside this context.
 
     Raises:
-        ConfigError: the port is in use; a network could reach the service without an API key; or
+        ConfigError: the port is in use; other hosts could use the service without an API key; or
             the configuration does not fit the model.
         DeviceError: the NPUs of this machine cannot be used.
         ModelError: the model cannot be served.

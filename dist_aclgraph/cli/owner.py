@@ -1,8 +1,8 @@
 """The process that owns a deployment: it starts, watches and stops the deployment.
 
 With ``dist-aclgraph serve`` the owner is Ray's driver. An ingress serves HTTP, and asks the owner
-about the deployment (``owner_link.py``). Before the owner stops the deployment, it tells the
-ingress to drain.
+about the deployment (``owner_link.py``). The owner tells the ingress to drain, and then stops the
+deployment.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def context_entry(deployment: AssumedDeployment, pool_bytes: int) -> dict[str, A
     Returns None if this layout has dcp 1 and pcp 1.
 
     Args:
-        pool_bytes: bytes of the graphs' memory pool; 0 if they were not predicted.
+        pool_bytes: size of the graphs' memory pool; 0 if this size was not predicted.
     """
     parallel = deployment.config.parallel
     if parallel.dcp == parallel.pcp == 1:

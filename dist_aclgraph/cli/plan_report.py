@@ -1,6 +1,6 @@
 """The plan and the caches of a deployment, computed without NPU, weights or Ray.
 
-Without a device, some numbers about the device are assumptions; the report lists these numbers.
+Some numbers about the device are assumptions; the report lists these numbers.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ def plan_report(config: Config) -> dict[str, Any]:
     JSON.
 
     Raises:
-        ConfigError: the model's directory does not exist, or has no checkpoint; the model's sizes
-            do not fit the layout; or a device has too little memory for weights, buffers and KV
-            blocks.
+        ConfigError: the model's directory has no checkpoint, the model's sizes do not fit the
+            layout, or a device has too little memory for weights, buffers and KV blocks.
         StreamBudgetError: a rank has too few streams for even one bucket.
     """
     deployment = AssumedDeployment.from_config(config)
-    config = deployment.config  # the model supports this config's graph mode
+    config = deployment.config  # has a graph mode that the model supports
     layout = deployment.layout
     model, spec = deployment.budget_model, deployment.planner.cache_spec
     families = candidate_families(config)
@@ -257,8 +256,8 @@ def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
 
 
 def _memory_entry(deployment: AssumedDeployment, pool: int, num_blocks: int) -> dict[str, Any]:
-    """Return the use of memory on the NPU with the least memory. The sum of the parts and of the
-    free bytes is the memory of this NPU.
+    """Return the use of memory on the NPU with the least memory: its parts, and the bytes that stay
+    free.
     """
     memory, spec = deployment.memory, deployment.planner.cache_spec
     graphs = deployment.graph_bytes(pool)
@@ -297,7 +296,8 @@ def _print_terms(terms: list[dict[str, Any]], console: Console) -> None:
 
 
 def _alike(entries: list[dict[str, Any]], *numbers: str) -> Iterator[tuple[Any, ...]]:
-    """Merge entries that differ only in ``numbers``; yield each merged entry with its numbers.
+    """Merge entries that differ only in the keys ``numbers``. Yield each merged entry, and, for
+    each of these keys, all of its values as a short text.
 
     So the entries of thousands of ranks become a few lines.
     """
@@ -393,7 +393,9 @@ def _chosen_entry(
 
 
 class _Costs:
-    """The cost of a plan on each rank. Ranks with the same offer share one computation."""
+    """The cost of a plan on each rank. The cost is computed once for all ranks that offer the same
+    streams.
+    """
 
     def __init__(self, deployment: AssumedDeployment) -> None:
         self._deployment = deployment

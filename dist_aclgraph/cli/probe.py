@@ -20,8 +20,8 @@ from dist_aclgraph.version import VERSION
 
 
 def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
-    """Run the tests of a level whose results the report ``out`` lacks; write the report and its
-    page.
+    """Run those tests of a level that have no result in the report ``out`` yet. Write the report
+    and its page.
 
     Raises:
         ConfigError: ``out`` is the report of another machine, or of other versions of the software.
@@ -76,7 +76,7 @@ def compare(path: Path) -> str:
     """Write two files beside a report: the report's page, and rules for the emulator. With the
     rules, the emulator behaves like the device of the report.
 
-    Returns the differences as a table.
+    Returns a table of the differences between the device and the emulator.
 
     Raises:
         ConfigError: the file is not a report, or its device has an invalid name.

@@ -1,12 +1,12 @@
 """The first process of a service: it supervises the owner of the deployment, and the ingresses.
 
-The supervisor replaces a process that is killed or hangs. It also replaces an ingress that fails
-with an unforeseen error. A failed start is tried again after a pause.
+The supervisor replaces a process that is killed or hangs, and an ingress that fails with an
+unforeseen error. A failed start is tried again after a pause.
 
 A shell, a container or a service manager sends signals to a whole process group. Ray's daemons must
 not be in this group (``own_process_group``). The leader of a group cannot leave its group. The
 supervisor may be a leader, so it does not start Ray. If an owner is killed, the processes that it
-has started become children of the supervisor, which ends them.
+has started become children of the supervisor, and the supervisor ends them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ ServeHttp = Callable[[int, Beat, HolderLink], None]
 
 @dataclass
 class _Ingress:
-    """One ingress: its current process, and the objects that all processes of this ingress use one
-    after another.
+    """One ingress: its current process, and the objects that each later process of the ingress
+    inherits.
 
     Attributes:
         pid: process id of the ingress; 0 while no process runs.
@@ -72,17 +72,17 @@ class Supervisor:
     Args:
         own: a function that runs the owner until a signal. The owner sends heartbeats while it
             starts and serves.
-        serve_http: for each ingress, a function that runs the ingress. The arguments are: the read
-            end of a pipe, which is closed when the ingress must end; a function that the ingress's
-            event loop calls every second; and a link that lets the next ingress continue the
-            connections.
+        serve_http: for each ingress, a function that runs the ingress. The first argument is the
+            read end of a pipe, which is closed when the ingress must end. The second argument is a
+            function that the ingress's event loop calls every second. The third argument is a link
+            that lets the next ingress continue the connections.
         restarts: budget for restarts of the owner, and of an ingress that has not served. The
             replacement of an ingress that has served costs no budget. With a budget of zero
             restarts per hour, no process is replaced. The budget's pauses apply only to the owner.
         silent_s: a process that sends no heartbeat for this time is killed.
         end_s: an owner that has not ended within this time after a signal is killed.
-        end_started: a function that kills processes of a dead owner that are not descendants of the
-            supervisor.
+        end_started: a function that is called after the death of an owner. This function kills the
+            processes that the owner has started outside the supervisor's process tree.
         on_fork: a function that each new process calls first.
         make_backoff: a function that returns the pauses before restarts of an ingress that ends
             soon after its start.

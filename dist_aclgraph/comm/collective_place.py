@@ -13,7 +13,7 @@ Kind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "mc2_dispatch", "mc2_combine"
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# The parts of a layer. Here, the embedding and the head are treated as layers with one part.
+# The parts of a layer. The embedding and the head count as layers with one part.
 PARTS = ("before attention", "in attention", "after attention")
 BEFORE, INSIDE, AFTER = range(len(PARTS))
 EMBEDDING = -1
@@ -23,7 +23,7 @@ NUM_STEPS = 256  # A rank records its last 256 steps. A record has the step's nu
 _KINDS_BITS, _NUMBER_BITS, _PART_BITS, _LAYER_BITS = 3, 4, 2, 8
 _STAGE_BITS = _KINDS_BITS + _NUMBER_BITS
 _PASS_BITS = _STAGE_BITS + _PART_BITS + _LAYER_BITS
-# The largest value of ``number``. All further collectives of the part get the same value.
+# The largest value of ``number``. All later collectives of the part also get this value.
 MAX_NUMBER = 2**_NUMBER_BITS - 1
 NUM_CODES_OF_PASS = 2**_PASS_BITS
 

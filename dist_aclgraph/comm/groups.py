@@ -35,8 +35,8 @@ class CommGroup:
         ranks: the members as ranks of the lockstep group, in group order.
         rank: this process's index in ``ranks``.
         handle: torch.distributed's process group; None for a group with one member.
-        marks: an object that records on the device which collective the rank has reached. All
-            groups of the rank share this object.
+        marks: an object that records which collective the rank's device has reached. All groups of
+            the rank share this object.
     """
 
     ranks: tuple[int, ...]
@@ -121,8 +121,8 @@ class RankGroups:
 
     Attributes:
         tp: ranks among which each layer is split.
-        ep: ranks among which the experts are divided, each expert as a whole. This group has one
-            member if every tensor parallel group has all experts.
+        ep: ranks among which the experts are divided, each expert as a whole. If each expert is
+            split among the ranks of ``tp`` instead, this group has one member.
         mc2: a second group with the ranks of ``ep``, for operators that communicate inside their
             kernel; None if no such operator is used.
         pcp: ranks that share the computation of prompts.
@@ -179,8 +179,8 @@ def join_lockstep_group(
         size: number of members of the lockstep group.
         timeout_s: maximum time for joining, in seconds.
         meeting: the socket that listens at ``rendezvous``; only for rank 0 with a TCP
-            ``rendezvous``. torch owns the socket after this call. Without it, torch would open a
-            socket that listens at every address of the machine.
+            ``rendezvous``. torch owns the socket after this call. If torch opened its own socket,
+            this socket would listen at every address of the machine.
         buffer_mb: see ``make_groups``.
 
     Raises:
@@ -249,12 +249,13 @@ def make_groups(
     Args:
         layout: the layout of one lockstep group; see ``ParallelLayout.within_group``.
         rank: rank within the lockstep group.
-        buffer_mb: size of HCCL's buffer for every domain except MC2's, in MB; None means
+        buffer_mb: size of the HCCL buffer of each communicator, in MB; None means HCCL_BUFFSIZE.
+            The communicator of ``mc2`` has the size ``mc2_buffer_mb``.
+        mc2_buffer_mb: size of the HCCL buffer of the communicator of ``mc2``, in MB; None means
             HCCL_BUFFSIZE.
-        mc2_buffer_mb: size of HCCL's buffer for MC2's domain, in MB; None means HCCL_BUFFSIZE.
         watchdog_s: time limit of each eager collective, in seconds; None means ``timeout_s`` of
             ``join_lockstep_group``.
-        marks: an object that records on the device which collective of these groups the rank has
+        marks: an object that records which collective of these groups the rank's device has
             reached.
     """
     if mc2_buffer_mb is not None:

@@ -2,8 +2,8 @@
 
 Each collective has a place (pass, layer and part), and each place has a code. Before a collective,
 the device copies the code of its place to memory of the host. A captured graph contains these
-copies, so a replay costs the host nothing. The host can read the code even while another thread
-waits for the device.
+copies, so the host does not launch them again at a replay. The host can read the code even while
+another thread waits for the device.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class CollectiveMarks:
         """
 
     def begin_pass(self, first_layer: int) -> None:
-        """Set the pass of the next collectives. If ``first_layer`` is 0, it is the pass through the
-        decoder's layers; otherwise it is the next pass through the next-token module.
+        """Set the pass of the next collectives. If ``first_layer`` is 0, a pass through the
+        decoder's layers begins; otherwise the next pass through the next-token module begins.
         """
 
     def enter(self, layer: int, part: int) -> None:

@@ -1,4 +1,4 @@
-"""The chips that plans support, by CANN's names, and the order of CANN's versions.
+"""The names and properties of the chips that plans support, and a comparison of CANN versions.
 
 The sizes of memory are the totals that torch reports; driver and firmware use the rest of a chip's
 memory.

@@ -34,5 +34,5 @@ class ClusterConfig(Section):
 
     @property
     def port_range(self) -> range | None:
-        """The ports in ``ports``; None means any free port."""
+        """The range of ports that the key ``ports`` describes; None means any free port."""
         return read_ports(self.ports)

@@ -282,14 +282,14 @@ class DeviceConfig(Section):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The configuration's keys for properties of the NPU whose values are still unknown:
-        neither the configuration nor an NPU has given a value.
+        """The keys of the NPU's properties that still have no value: neither the user nor an NPU
+        has set them.
         """
         return tuple(key for key in ("soc", "cann", "memory_mb") if getattr(self, key) is None)
 
     @property
     def npu_cann(self) -> str:
-        """The version of CANN that plans for NPUs assume; "" if the NPU does not report it."""
+        """The version of CANN that plans assume for NPUs; "" if the NPU does not report it."""
         return ASSUMED_CANN if self.cann is None else self.cann
 
     @property
@@ -306,5 +306,5 @@ class DeviceConfig(Section):
 
     @property
     def expansion(self) -> HcclExpansion:
-        """The processor that unrolls collectives: the configured one, or the chip's default."""
+        """The processor that unrolls collectives. If none is configured, the chip's default."""
         return self.hccl_expansion or ("AICPU" if generation_of(self.chip) == "A3" else "FFTS")

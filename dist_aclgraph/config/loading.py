@@ -91,7 +91,7 @@ def load_with_options(
         source: as in ``load_config``.
         options: maps names of ``vllm_options.OPTIONS`` to values. The value None means that the
             command line does not have the option.
-        overrides: values by dotted key, which take precedence over options.
+        overrides: maps dotted keys to values. An override takes precedence over an option.
 
     Raises:
         ConfigError: no key of our configuration corresponds to an option, or a value is not
@@ -107,8 +107,8 @@ def load_with_options(
 
 
 def to_yaml(config: Config) -> str:
-    """Return the configuration as the text of a file for ``load_config``; it contains only keys
-    that were set.
+    """Return the text of a configuration file for ``load_config``. The text contains only keys that
+    were set.
     """
     return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False)
 
@@ -120,7 +120,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
         ConfigError: the message names each bad key, its value and the allowed values.
     """
     values = _lists_to_tuples(dict(raw))
-    if "model_overrides" in raw:  # lists in it stay lists, as in config.json
+    if "model_overrides" in raw:  # its lists stay lists, as in config.json
         values["model_overrides"] = raw["model_overrides"]
     try:
         return Config.model_validate(values)

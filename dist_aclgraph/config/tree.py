@@ -314,7 +314,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Config:
-        # If a step had fewer tokens than all running requests need together, the newest requests
+        # A step must have enough tokens for all running requests. Otherwise the newest requests
         # would never run.
         limits, drafts = self.scheduler, self.speculative.num_tokens
         if limits.max_num_batched_tokens < limits.max_num_seqs * (drafts + 1):

@@ -86,7 +86,7 @@ def fault_of_code(code: int) -> DeviceFault | None:
 
 def classify(error: BaseException) -> FailureCause:
     """Return the cause of an error. For our own errors, the type determines the cause. For
-    torch_npu's errors, CANN's codes and words in the message determine it.
+    torch_npu's errors, CANN's codes and words in the message determine the cause.
     """
     if isinstance(error, StreamExhaustedError):
         return "streams"

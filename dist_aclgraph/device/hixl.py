@@ -1,8 +1,8 @@
 """Transfers between the memory of two processes with HIXL, CANN's Python package ``hixl``.
 
 CANN demands that all calls of an engine use the ACL context in which the engine was initialized. So
-one thread makes all calls of an engine. Even after a transfer has failed, it may write to memory
-until ``disconnect`` has returned.
+one thread makes all calls of an engine. A transfer that has failed may still write to memory until
+``disconnect`` has returned.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class HixlEngine:
         raise DeviceError(f"HIXL cannot {doing}: {names.get(status, 'status')} ({status})")
 
     def listen(self, name: str, memory: HostMemory) -> None:
-        """Register ``memory``. From now on, other engines can read and write it.
+        """Register ``memory``. From now on, other engines can read and write this memory.
 
         Args:
             name: host and port where the engine listens, as ``host:port``. Any process that can

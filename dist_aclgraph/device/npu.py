@@ -157,8 +157,8 @@ class Npu:
         """
         before = self.available_streams()
         if before == 0:
-            # No stream is free for a test capture. We assume the usual result, which is that CANN
-            # counts graphs.
+            # No stream is free for the test capture, so we assume the usual result: CANN counts
+            # graphs.
             return True
         return self.try_capture(stream) < before == self.available_streams()
 
@@ -283,7 +283,8 @@ class Npu:
 
 
 def load_torch_npu(kind: DeviceKind) -> None:
-    """Load torch_npu without opening a device. Afterwards ``open_npu`` is fast in a forked process.
+    """Load torch_npu without opening a device. In processes that are forked later, ``open_npu`` is
+    fast, because torch_npu is already loaded.
 
     Raises:
         EmulatorBuildError: the emulator cannot be built.
@@ -310,7 +311,7 @@ def _import_torch_npu() -> None:
 
 
 def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) -> Npu:
-    """Load torch_npu on the device that ``config`` selects; return the open device.
+    """Load torch_npu, open the device that ``config`` selects, and return this device.
 
     Args:
         deterministic: whether collectives sum in a fixed order.
@@ -389,7 +390,7 @@ def release_failed_capture(pool: Any) -> None:
     the memory.
 
     Args:
-        pool: handle of the pool of the capture.
+        pool: handle of the capture's pool.
     """
     functions = torch_npu()._C
     if not installed_line().forgets_failed_captures:

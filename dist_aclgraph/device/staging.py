@@ -22,8 +22,8 @@ class _Part:
     """A part of the pinned memory.
 
     Attributes:
-        is_left: whether copies to the device from this part may still run. If true, the event
-            ``sent`` was recorded after the last of these copies.
+        is_left: whether the memory was filled, and later arrays went to another part. If true, the
+            event ``sent`` was recorded after the last copy from this part to the device.
     """
 
     def __init__(self, sent: Any) -> None:

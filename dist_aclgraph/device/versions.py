@@ -36,8 +36,8 @@ class VersionLine:
     reduce_scatter: str = "reduce_scatter_tensor"
 
 
-# Sources: for CANN 9.1.0, vllm-ascend (182b75e) uses 2.10.0.post4, and COMPATIBILITY.en.md of
-# Ascend/pytorch lists 2.12.0 as the newest version.
+# Sources for CANN 9.1.0: vllm-ascend (commit 182b75e) uses torch_npu 2.10.0.post4.
+# COMPATIBILITY.en.md of Ascend/pytorch lists torch_npu 2.12.0 as the newest version.
 LINES = {
     "2.10": VersionLine("2.10.0", "2.10.0.post4"),
     "2.12": VersionLine("2.12.0", "2.12.0"),

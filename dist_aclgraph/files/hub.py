@@ -21,9 +21,9 @@ DESCRIPTIONS = ("*.json", "*.jinja", "tiktoken.model", "tokenizer.model")
 WEIGHTS = ("*.safetensors",)
 MAIN_BRANCHES = {"huggingface": "main", "modelscope": "master"}
 # Patterns of files that are not downloaded, because they contain the same weights in other formats.
-# Two kinds of files in subfolders are downloaded all the same: chat templates
-# (additional_chat_templates), and JSON files of an embedding model's modules, whose folders' names
-# begin with a digit (1_Pooling).
+# Two kinds of files in subfolders are downloaded: chat templates (additional_chat_templates), and
+# the JSON files of an embedding model's modules. The name of a module's folder begins with a digit
+# (1_Pooling).
 UNUSED = ("[!0-9]*/*.json", "*/*.safetensors", "consolidated*")
 
 

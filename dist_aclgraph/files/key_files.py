@@ -1,4 +1,4 @@
-"""Reads files that contain secret keys. Other users must not be able to read or change them."""
+"""Reads files with secret keys. Other users must not be able to read or change these files."""
 
 from __future__ import annotations
 

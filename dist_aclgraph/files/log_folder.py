@@ -2,8 +2,8 @@
 
 Each process holds a shared lock on a file in its folder until the process ends. When a new folder
 is created, old folders whose lock is free are removed. A folder without a lock file is not removed,
-because another program has made it. If many processes use a folder one after the other, as under
-Ray Serve, only the newest files of ended processes stay in the folder.
+because another program has made it. Under Ray Serve, many processes may use a folder one after the
+other. Only the newest files of ended processes stay in the folder.
 """
 
 from __future__ import annotations

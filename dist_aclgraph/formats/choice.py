@@ -46,8 +46,8 @@ from dist_aclgraph.formats.tools import TOOL_PART, Tools
 from dist_aclgraph.formats.wrapping import lark_wrapped, read_wrapped
 from dist_aclgraph.sampling import StructuredOutputs, check_structure_length
 
-# The first format that fits a template is chosen. Hermes comes late, because other families also
-# use the markers of Hermes.
+# The first format that fits a template is chosen. Hermes is near the end, because other families
+# also use the markers of Hermes.
 FORMATS: dict[str, ModuleType] = {
     "gpt_oss": gpt_oss,
     "kimi_k2": kimi_k2,
@@ -121,8 +121,8 @@ class AnswerFormat:
         is_required: bool = False,
         is_parallel: bool = True,
     ) -> StructuredOutputs | None:
-        """Return the output format of the whole answer. It allows calls, or content in the output
-        format ``form``. Return None if any answer is allowed.
+        """Return the output format of the whole answer, which allows calls, or content in the
+        output format ``form``. Return None if any answer is allowed.
 
         Args:
             form: the output format of the content; None for any text.
@@ -203,9 +203,9 @@ class AnswerFormat:
         Args:
             tools: the tools that may be called; None if no tool may be called.
             is_thinking: whether the prompt has already opened the reasoning.
-            has_form: whether the text after the reasoning must follow an output format. If so, a
-                call within the reasoning is a part of the reasoning, because the output format does
-                not apply there.
+            has_form: whether the text after the reasoning must follow an output format. If true, a
+                call within the reasoning is not read as a call, because the output format does not
+                restrict the reasoning.
         """
         may_call = tools is not None and self.name is not None
         if not may_call and self.is_plain:
@@ -265,8 +265,8 @@ def choose_format(
 
 
 def with_suffixes(template: str) -> str:
-    """Return the template with each suffix written directly into its markers. In the original, an
-    expression adds the suffix when the template is rendered.
+    """Some templates add a suffix to their markers with an expression. Return the template with the
+    complete markers in place of these expressions.
     """
     suffixes = {name: value for name, _, value in _SUFFIX.findall(template)}
 

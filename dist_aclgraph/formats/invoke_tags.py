@@ -55,8 +55,8 @@ def copy_calls(scanner: Scanner, tools: Tools, tags: Tags) -> Scan[None]:
         while True:
             head, closing = yield from scanner.read_head([">"])
             name = _attributes(scanner.shown(head)).get("name", "")
-            # Models can forget the first marker. Then the text is a call only if it has the name of
-            # a given tool.
+            # If a model forgets the first marker, the text is a call only if it has the name of a
+            # given tool.
             if closing is None or not name or (before == invoke and name not in tools):
                 scanner.content(before + scanner.give_back())
                 break

@@ -27,9 +27,9 @@ def copy_call(
 ) -> Scan[CallOutcome]:
     """Read the JSON object of a call, and emit its arguments piece by piece.
 
-    ``CallBegin`` is emitted when the name was read and the arguments begin. If a key that calls do
-    not have comes before this point, the object is not a call. Members after the arguments are left
-    out. A missing closing brace of the object is not an error.
+    ``CallBegin`` is emitted when the name was read and the arguments begin. If an unknown key (not
+    in ``KEYS``) comes before this point, the object is not a call. Members after the arguments are
+    ignored. A missing closing brace of the object is not an error.
 
     Args:
         known: names of tools; an object with another name is not a call. None allows all names.
@@ -129,11 +129,12 @@ def _object_of(text: str) -> str:
 def copy_calls(scanner: Scanner, before: str, copy: CopyCall = copy_call) -> Scan[None]:
     """Read calls in a list. Some models omit the brackets or the commas of the list.
 
-    At text that is not a call, reading ends, and the scanner's kept text becomes content.
+    Reading ends at the first text that is not a call. This text, which the scanner has kept,
+    becomes content.
 
     Args:
-        before: the marker before the scanner's kept text. If no call follows, it becomes content,
-            too.
+        before: the marker before the scanner's kept text. If no call follows, the marker also
+            becomes content.
     """
     yield from scanner.match("[")
     while True:
@@ -190,7 +191,8 @@ def copy_marked(scanner: Scanner, before: str, end: str, begins: Sequence[str]) 
     Return the marker at which the content ends.
 
     Args:
-        before: the marker before the scanner's kept text. If no call follows, both become content.
+        before: the marker before the scanner's kept text. If no call follows, the marker and this
+            text become content.
     """
     num_calls = scanner.num_calls
     yield from copy_calls(scanner, before)

@@ -1,7 +1,8 @@
 """Builds grammars for calls of tools, in llguidance's extension of the language of Lark.
 
-A grammar forces the model to call tools, and to write arguments that match a schema. A marker that
-is a token is named by the token's id, because a text in a grammar cannot match such a token.
+A grammar forces the model to call tools, and to write arguments that match a schema. If a marker is
+a token, the grammar contains the token's id, because a text in the grammar could not match this
+token.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class Lark:
         found = []
         for pattern in patterns_of(schema, root, ["'", "\\"]):
             inner = rf"/({_PLAIN}|\\['\"\\nt])*/"
-            if pattern is not None:  # without escapes: a pattern sees two characters in an escape
+            # Escapes are not allowed, because the pattern would count an escape as two characters.
+            if pattern is not None:
                 inner = f"(/{_escaped(pattern)}/ & /{_PLAIN}*/)"
             found.append(self._terminal(f'"\'" {inner} "\'"'))
         return found
@@ -173,7 +175,8 @@ class Lark:
     ) -> str:
         """Return an expression for text in which a call may begin at any place.
 
-        The text before a call contains none of ``begins``, so each call must match the grammar.
+        The texts ``begins`` can occur only at the beginning of a call, and this call must match the
+        grammar.
 
         Args:
             each: for each tool, an expression for one call.
@@ -274,8 +277,8 @@ class Lark:
         """
         found = None if schema is None else parameters_of(tool, schema)
         if found is None or schema is None:
-            # A format that does not mark strings has one expression for all values, whether strings
-            # or not.
+            # A format that does not mark strings has the same expression for strings and for other
+            # values.
             values = {around(False): f"{self.json({})} {self.text(end)}"}
             values[around(True)] = self.until(ANY, end, ends)
             each = [

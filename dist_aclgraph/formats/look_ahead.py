@@ -1,7 +1,7 @@
 """Replaces look-aheads at the beginning of a regular expression by further regular expressions.
 
-llguidance has no look-aheads. Schemas of zod (e-mail addresses) and of pydantic (decimals) have
-them.
+llguidance supports no look-aheads. Schemas of zod (e-mail addresses) and of pydantic (decimals)
+contain look-aheads.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _ATOM = re.compile(
 _LOOK = re.compile(r"\(\?[=!]|\(\?<[=!]")
 _BEGIN = re.compile(r"\(\?(?P<kind>[=!])")
 _SWAPPED = re.compile(r"\\[dDsSwW]")
-# A look-ahead of pydantic, which limits the number of digits. It has no effect if the expression
-# after it allows no more digits than this limit.
+# A look-ahead of pydantic, which limits the number of digits. The look-ahead can be removed if the
+# rest of the pattern allows at most this number of digits.
 _DIGITS = re.compile(
     r"\(\?=\[\\d\.\]\{1,(?P<most>\d+)\}0\*\$\)"
     r"(?P<rest>\\d\{0,(?P<before>\d+)\}\\\.\\d\{0,(?P<after>\d+)\}0\*\$)"
@@ -98,7 +98,8 @@ def _complement(atom: str) -> str:
 
 def _atoms(text: str) -> tuple[list[str], str]:
     """Read atoms, which match one character each, from the beginning of a regular expression.
-    Return the atoms and the rest. A quantifier ends the reading, so it is in the rest.
+    Return the atoms and the rest. The rest begins at the first quantifier, or at the first
+    character that is no atom.
     """
     found, at = [], 0
     while match := _ATOM.match(text, at):

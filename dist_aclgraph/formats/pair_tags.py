@@ -32,7 +32,7 @@ class PairTags:
 def copy_pairs(
     scanner: Scanner, schema: Mapping[str, Any], tags: PairTags, marker: str | None
 ) -> Scan[bool]:
-    """Read the pairs of a call up to the tag after them, and emit the arguments.
+    """Read the pairs of a call and the tag after the last pair, and emit the arguments.
 
     Args:
         schema: JSON schema of the tool's parameters.
@@ -46,7 +46,7 @@ def copy_pairs(
     key_begin, key_end = map(scanner.coded, tags.key)
     value_begin, value_end = map(scanner.coded, tags.value)
     end = scanner.coded(tags.end)
-    # Models can forget the end tags. Then the next tag ends the value, if the tag is a token.
+    # Models can forget the end tags. So the next tag also ends the value, if this tag is a token.
     value_ends = [value_end, end, *([key_begin] if key_begin != tags.key[0] else [])]
     key_ends = [key_end, end, *([value_begin] if value_begin != tags.value[0] else [])]
     while marker == key_begin:

@@ -24,7 +24,7 @@ _NO_NAME = re.compile(r"^(?![^\W\d][\w.-]*\Z)")
 
 def copy_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
     """Read a call of a given tool; return whether the call is complete. If the text is not a call,
-    it stays in the scanner's kept text.
+    the scanner still keeps the text.
     """
     name = yield from _read_name(scanner, _TOOL_NAME, "(")
     if name not in tools:
@@ -120,12 +120,13 @@ def _ends_parameter(scanner: Scanner) -> Scan[bool]:
 
 
 def _as_json(text: str, types: set[str]) -> str:
-    """Return JSON or a Python literal as JSON; any other text becomes a JSON string.
+    """Convert the text of a value to JSON. JSON stays unchanged, a Python literal is converted, and
+    any other text becomes a JSON string.
 
-    Templates write the strings of earlier calls without quotes, or write all values in quotes, and
-    models imitate both. So if the schema does not allow a string, the text within the quotes is
-    read as the value. If the schema allows a string but not the type of the value, the value
-    becomes a string.
+    Some templates write the strings of earlier calls without quotes. Other templates write all
+    values of earlier calls in quotes. Models imitate their templates. So if the schema does not
+    allow a string, the text within the quotes is read as the value. If the schema allows a string
+    but not the type of the value, the value becomes a string.
 
     Args:
         types: names of the types that the schema allows; empty if every type is allowed.
@@ -163,7 +164,8 @@ def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
 def _value(lark: Lark, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     """Return an expression for a value of this schema, as JSON or as a Python literal.
 
-    The expression excludes strings without quotes, because the reader ends them at a parenthesis.
+    The expression excludes strings without quotes, because the reader would end such a string at a
+    parenthesis.
     """
     return choice_of([*lark.spellings(schema, root), *lark.single_quoted(schema, root)])
 

@@ -68,10 +68,10 @@ def read_thought(
     """Read reasoning, if there is any, and then the answer.
 
     Args:
-        is_open: whether the prompt has already opened the reasoning. If so, the answer needs no
+        is_open: whether the prompt has already opened the reasoning. If true, the answer needs no
             begin marker.
-        calls: the calls that end the reasoning without an end marker. If the end marker follows
-            later, it is left out.
+        calls: the calls that end the reasoning without an end marker. An end marker that follows
+            later is left out.
     """
     begin, end = scanner.coded(thought.begin), scanner.coded(thought.end)
     scanner.keep()

@@ -140,9 +140,8 @@ class Scanner:
             emit: a function that is called with the text before the marker, in pieces. If the end
                 of a piece may be the beginning of a marker, this end is held back until more text
                 has arrived.
-            in_call: whether the text is a part of a call. If the answer ends within a marker, the
-                beginning of the marker is dropped in a call, and is passed to ``emit`` in other
-                text.
+            in_call: whether the text is a part of a call. If the answer ends within a marker,
+                ``emit`` gets the beginning of this marker only outside of calls.
 
         Returns:
             the marker; None at the end of the answer.
@@ -197,7 +196,7 @@ class Scanner:
 
     def match(self, *texts: str) -> Scan[str | None]:
         """If the unread text begins with one of ``texts``, read this text and return it. If several
-        of ``texts`` match, read the longest one. If none matches, read nothing and return None.
+        of ``texts`` match, read the longest text. If none matches, read nothing and return None.
         """
         while True:
             rest = self._text[self._at :]

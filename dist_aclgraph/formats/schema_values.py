@@ -128,8 +128,8 @@ def patterns_of(schema: Any, root: Any, excluded: Sequence[str]) -> list[str | N
 
 
 def _branches_of(keys: set[str], schema: Mapping[str, Any], root: Any) -> list[Any] | None:
-    """Return the branches of a schema whose dividing keywords are ``keys``. Return None if a value
-    that matches one of the branches may still not match the schema.
+    """Return the branches of a schema whose dividing keywords are ``keys``. Return None if matching
+    one branch is not enough to match the schema.
     """
     for key in keys & {"anyOf", "oneOf", "allOf"}:
         found = schema[key]

@@ -125,7 +125,8 @@ class Arguments:
             if num_chars > MAX_HELD_CHARS or has_marker:
                 break
         if is_string and len(pieces) > 1:
-            # Search only once in an answer, because a search may read all of the remaining text.
+            # Later values are read without a search for the end of a string. Each such search may
+            # read all of the remaining text.
             self._scanner.strings_end = False
             self._scanner.unread("".join(pieces[2:]) + (last or ""))
             pieces, last = [first], end

@@ -36,7 +36,7 @@ class AttentionOperator:
     Attributes:
         query_ends, kv_lens: names of the operator's arguments for cumulative query lengths and KV
             lengths.
-        sums: name of the operator's argument that tells it to return the log-sum-exps.
+        sums: name of the operator's argument that requests the log-sum-exps.
     """
 
     name: str
@@ -99,8 +99,8 @@ class DeviceRows:
 
     Attributes:
         query_ends, kv_lens: [num_reqs] int32, as in ``AttentionMetadata``.
-        slots: [num_written, 1] int32, whole slots. Padding has a slot of the dummy block, because
-            an operator that writes rows by their indices refuses slot -1.
+        slots: [num_written, 1] int32, slots of the cache of index keys. Padding has a slot of the
+            dummy block, because an operator that writes rows by their indices refuses slot -1.
         num_seen: [num_direct] int32, the number of keys to which each query attends; None if an
             indexer chooses the keys.
     """
@@ -113,8 +113,8 @@ class DeviceRows:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """The first tokens of a step, whose chosen keys are on all shards. The rank of each shard
-    computes the attention of these tokens to the keys of its shard.
+    """The first tokens of a step. An indexer chooses keys on all shards for these tokens. The rank
+    of each shard computes their attention to the chosen keys of its shard.
 
     Attributes:
         place: the indices of this rank in the context parallel groups, and of its shard.
@@ -160,8 +160,8 @@ class AttentionMetadata:
             the requests.
         on_device: lengths and slots for a kind of attention that reads lengths on the device; None
             for other kinds.
-        on_shards: if an indexer chooses keys, the tokens whose attention to a shard is computed by
-            the shard's rank. None if the cache is not sharded, or if there are no such tokens.
+        on_shards: the tokens that attend to chosen keys on all shards; see ``ShardRows``. None if
+            no indexer chooses keys, if the cache is not sharded, or if there are no such tokens.
         tasks: records the operators of the captured graph; None in an eager step.
         is_in_pieces: whether the parts of layers before and after attention run in piecewise
             graphs.

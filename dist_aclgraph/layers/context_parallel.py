@@ -2,9 +2,10 @@
 
 In a DCP group, each token's KV is on one rank only. In decoding, the ranks of the group gather the
 queries of all heads. Each rank computes attention to its shard for all heads, and sends the results
-of each head to the ranks that own this head. Those ranks merge the results of all shards, weighted
-by their log-sum-exps. For prompts, the ranks of the group gather the keys of the request, not the
-queries. The ranks of a PCP group send each other the new keys of their prompt tokens.
+of each head to the ranks that own this head. The owners of a head merge the results of all shards,
+weighted by the log-sum-exps of the shards. For prompts, the ranks of the group gather the keys of
+the request, not the queries. The ranks of a PCP group send each other the new keys of their prompt
+tokens.
 
 Shapes and collectives do not depend on the contents of a shard, so they are the same on all ranks.
 """
@@ -21,8 +22,8 @@ from torch.nn.functional import pad
 from dist_aclgraph.comm.groups import ALONE, CommGroup, RankGroups
 
 ALIGNED_FLOATS = 8  # 32 bytes, because kernels load blocks of 32 bytes
-# The log-sum-exp of attention without keys. It is not minus infinity, because npu_attention_update
-# would then return NaN if all shards are empty.
+# The log-sum-exp of attention without keys. With minus infinity, npu_attention_update would return
+# NaN if all shards are empty.
 NOTHING = torch.finfo(torch.float32).min
 
 
@@ -32,8 +33,8 @@ class ContextParallel:
 
     Attributes:
         dcp: ranks that share a request's KV, ordered by PCP rank, then by heads.
-        pcp: ranks that share the computation of a request's prompt. If ``dcp`` has more than one
-            rank, it contains all ranks of ``pcp``.
+        pcp: ranks that share the computation of a request's prompt. A group ``dcp`` of more than
+            one rank contains all ranks of ``pcp``.
     """
 
     dcp: CommGroup = ALONE
@@ -55,11 +56,11 @@ class ContextParallel:
         return self.dcp.size // self.pcp.size if self.is_sharded else 1
 
     def meet(self, device: torch.device) -> None:
-        """Run one collective in each group, so that HCCL creates the communication domains and
-        their streams now.
+        """Run one collective in each group, so that HCCL creates the communicators and their
+        streams now.
 
-        Otherwise, HCCL would create PCP's domain at the first prompt, after the free streams were
-        counted.
+        Otherwise, HCCL would create the communicator of ``pcp`` at the first prompt, when the free
+        streams have already been counted.
         """
         for group in (self.dcp, self.pcp):
             group.all_gather(torch.zeros(ALIGNED_FLOATS, device=device))
@@ -74,8 +75,8 @@ class ContextParallel:
         if size == 1:
             return q
         every = self.dcp.all_gather(q.contiguous())[:size]
-        # ``contiguous`` is needed, because with one head, ``flatten`` returns a view that is not
-        # contiguous, which operators do not accept.
+        # With one head, ``flatten`` returns a view that is not contiguous. Operators accept only
+        # contiguous tensors.
         return every.transpose(0, 1).flatten(1, 2).contiguous()
 
     def merge(self, out: Tensor, sums: Tensor, is_empty: Tensor) -> Tensor:

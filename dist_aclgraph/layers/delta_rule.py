@@ -1,13 +1,13 @@
 """The gated delta rule (arXiv 2412.06464). For bfloat16, CANN's operators compute the rule. For
-other types, and for decays that differ between channels, plain operators compute it.
+other types, and for decays that differ between channels, plain operators compute the rule.
 
 For each token and value head, with the state S [value_dim, key_dim]:
 
     S = S exp(g);  S = S + beta (v - S k) k';  out = S q / sqrt(key_dim)
 
-Several neighbouring value heads share a key head. The decay g is one number for each head, or one
-number for each channel of the head's key, that is, for each column of S (Kimi Delta Attention,
-arXiv 2510.26692).
+Several neighbouring value heads share a key head. The decay g is one number for each head. In Kimi
+Delta Attention (arXiv 2510.26692), it is one number for each channel of the head's key, that is,
+for each column of S.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class FusedDeltaRule:
 class PlainDeltaRule:
     """Computes with plain operators in float32. ``g`` has one number for each head or channel.
 
-    It is used for types other than bfloat16, because CANN's operators return only bfloat16. It is
-    also used for decays that differ between channels.
+    This class is used for types other than bfloat16, because CANN's operators return only bfloat16.
+    This class is also used for decays that differ between channels.
     """
 
     state_dtype = torch.float32
@@ -136,8 +136,8 @@ class PlainDeltaRule:
         out = v.new_empty(n + 1, *v.shape[1:])
         state = states.index_select(0, at.sources)
         for i in range(layout.max_tokens):
-            # If a request has fewer tokens, its last token is computed again. The results go to
-            # slot 0 and to the last row of ``out``, and are not used.
+            # If a request has fewer than ``max_tokens`` tokens, its last token is computed again.
+            # These results are written to slot 0 and to the last row of ``out``, and are not used.
             is_live = layout.lengths > i
             token = (layout.starts + i).clamp(max=n - 1)
             key = k.index_select(0, token)[..., None]  # [num_reqs, heads, key_dim, 1]

@@ -111,7 +111,7 @@ class ExpertLayer:
         tp, ep = self.groups.tp, self.groups.ep
         has_all = ep.size == 1 or ep.ranks == tp.ranks
         # If ranks of other groups have experts, a step without an exchange would lack the results
-        # of those experts.
+        # of these experts.
         assert has_all or step.exchange is not None
         return has_all and step.exchange in (None, "all_gather")
 

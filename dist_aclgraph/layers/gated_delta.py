@@ -1,6 +1,6 @@
 """Linear attention with the gated delta rule, for the heads of one rank: a short convolution, then
-the rule. Both the convolution and the rule keep a state for each request. The projections before
-and after them are not in this file.
+the rule. Both the convolution and the rule keep a state for each request. The models compute the
+projections before the convolution and after the rule.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class NormsOfAllHeads:
     Attributes:
         q, k: [heads * head_dim], weights of this rank's heads.
         group: ranks among which the heads are split. If several ranks have copies of the same KV
-            head, every head has equally many copies, so that copies do not change the mean over all
-            heads.
+            head, each head has the same number of copies, so that copies do not change the mean
+            over all heads.
     """
 
     q: Tensor

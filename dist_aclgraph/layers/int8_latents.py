@@ -5,8 +5,9 @@ and one float32 scale for every 128 values of the latent. When the normalised la
 ``npu_dynamic_quant`` quantises them. ``npu_kv_quant_sparse_flash_attention`` reads the rows. This
 operator returns no log-sum-exps, so a cache with int8 latents cannot be sharded.
 
-The operator gets the indices of the keys to which it attends. Without an indexer, each index stands
-for a block of 16 keys, and a query gets the indices of all blocks that it may see.
+For each query, the operator gets the indices of the keys to which the query attends. Without an
+indexer, each index stands for a block of 16 keys, and the operator gets the indices of all blocks
+that the query may see.
 """
 
 from __future__ import annotations
@@ -85,12 +86,13 @@ def attend_to_int8_latents(
     rows: DeviceRows,
     key_block: int = 1,
 ) -> Tensor:
-    """Return, for each query, the sum of the latents weighted by its attention: [n, heads, 512].
+    """Return the result of attention to latents, [n, heads, 512]: for each query, the weighted sum
+    of latents.
 
     Args:
         query: [n, heads, 512 + 64], queries multiplied by the key matrices, and their rotated part.
-        chosen: [n, 1, top_k] int32, for each query, the indices of the blocks of keys to which it
-            attends; the remaining elements are -1.
+        chosen: [n, 1, top_k] int32, for each query, the indices of the blocks of keys to which the
+            query attends; the remaining elements are -1.
         key_block: number of keys in each of these blocks; if it is 1, the indices are positions of
             keys.
     """
@@ -117,8 +119,8 @@ def attend_to_int8_latents(
 
 
 def seen_blocks(num_seen: Tensor, num_keys: int) -> Tensor:
-    """Return, for each query, the indices of the blocks of ``KEY_BLOCK`` keys that it may see; the
-    remaining elements are -1.
+    """Return, for each query, the indices of the blocks of ``KEY_BLOCK`` keys that the query may
+    see; the remaining elements are -1.
 
     Args:
         num_seen: [n] int32, number of keys that each query may see.

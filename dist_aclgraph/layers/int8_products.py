@@ -3,8 +3,8 @@ quantised.
 
 Operators: ``npu_dynamic_quant``, or a fused operator before the product, converts rows to int8
 (``int8_rows.py``). Then ``npu_quant_matmul`` (for experts, ``npu_grouped_matmul``) adds up products
-of integers, and multiplies the sums by the scales of row and output. The results do not depend on
-the storage format of the weights, ND or FRACTAL_NZ.
+of integers, and multiplies each sum by the scale of its row and the scale of its output. The
+results do not depend on the storage format of the weights, ND or FRACTAL_NZ.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Int8GroupedProduct:
 
 @dataclass(frozen=True)
 class Int8SwigluProduct:
-    """An ``InnerProduct`` in one operator. It multiplies by the weights of gate and up, computes
+    """An ``InnerProduct`` in one operator, which multiplies by the weights of gate and up, computes
     SwiGLU, and converts the results to int8. The intermediate results are not rounded to the type
     of activations.
 
@@ -110,7 +110,7 @@ class Int8SwigluProduct:
         return cls(in_blocks(product.weight), product.scale)
 
     def __call__(self, rows: Rows, counts: Tensor) -> Int8Rows:
-        """Return the rows that are then multiplied by the weights of down: [rows, hidden] -> [rows,
+        """Return the input of the product with the weights of down: [rows, hidden] -> [rows,
         width].
         """
         rows = quantised(rows)

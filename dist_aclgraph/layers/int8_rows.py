@@ -2,8 +2,8 @@
 
 ``npu_dynamic_quant`` converts rows to int8. In each row, the element that is farthest from zero
 becomes 127 or -127. A fused operator (``models/fusions.py``) computes rows and converts them to
-int8 in one launch. Some fused operators compute a norm or SwiGLU, and do not round the results
-before they convert them. Another fused operator sorts rows by expert for ``LocalExperts``.
+int8 in one launch. Some fused operators compute a norm or SwiGLU, and convert the results without
+rounding them first. Another fused operator sorts rows by expert for ``LocalExperts``.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def in_floats(rows: Rows) -> Tensor:
 @dataclass(frozen=True)
 class Int8Norm:
     """Adds the residual stream, normalises the sum, and returns the result in int8, for int8
-    products. It always adds, because torch_npu has no operator that normalises and quantises
-    without an addition.
+    products. torch_npu has no operator that normalises and quantises without this addition.
     """
 
     norm: RmsNorm

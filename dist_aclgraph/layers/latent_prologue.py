@@ -1,6 +1,6 @@
 """One operator for the work before latent attention: ``npu_mla_prolog_v3``.
 
-This operator is used in a step whose tokens all attend directly. It does the work of several
+This operator is used in a step whose tokens all attend directly. The operator replaces several
 operators: it computes queries, latents and rotated keys, writes the cache, and multiplies queries
 by key matrices. This operator and the separate operators store the cache's elements in the same
 order, so all steps can use the same cache.
@@ -38,7 +38,8 @@ class LatentPrologue:
         up: the product that computes the queries from the queries' latents: 1536 -> heads * (128 +
             64).
         query_norm, latent_norm: [1536] and [512], weights of norms.
-        keys: [heads, 128, 512], matrices. Multiplied by a latent, they give each head's key.
+        keys: [heads, 128, 512], matrices. The products of these matrices and a latent are each
+            head's key.
     """
 
     queries: Int8Linear
@@ -60,8 +61,8 @@ class LatentPrologue:
         """Return an object that does the work of these products and norms in one operator.
 
         Args:
-            down: the products ``queries`` and ``key_values``. They and ``up`` must be of the class
-                ``Int8Linear``.
+            down: the products ``queries`` and ``key_values``. All three products must be of the
+                class ``Int8Linear``.
         """
         queries, key_values = down
         assert isinstance(queries, Int8Linear) and isinstance(key_values, Int8Linear)

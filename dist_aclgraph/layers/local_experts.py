@@ -1,7 +1,7 @@
 """Computes the experts whose weights are on this rank.
 
 Operators: ``npu_moe_init_routing_v2`` copies each token once for each of its experts on this rank,
-sorted by expert; ``npu_grouped_matmul`` computes one product for all experts;
+and sorts the copies by expert; ``npu_grouped_matmul`` computes one product for all experts;
 ``npu_moe_finalize_routing`` returns the weighted sums in token order. No size of a tensor depends
 on the routing, so these operators can be captured in graphs.
 """
@@ -18,13 +18,13 @@ from torch import Tensor
 from dist_aclgraph.layers.int8_rows import Int8Rows, Rows, in_floats
 
 # Types of a group list, which has one element for each expert. With CUMULATIVE, the element is the
-# index after the expert's last row. With COUNTS, it is the expert's number of rows.
+# index after the expert's last row. With COUNTS, the element is the expert's number of rows.
 CUMULATIVE, COUNTS = 0, 1
 NO_QUANT, DYNAMIC_QUANT = -1, 1  # values of quant_mode
 
 
-# An activation. Its argument contains the rows after they were multiplied by the weights of gate
-# and up. It returns the rows that are then multiplied by the weights of down.
+# An activation. Its argument is the result of the product with the weights of gate and up. Its
+# result is the input of the product with the weights of down.
 Activation = Callable[[Tensor], Rows]
 
 # Constants of xIELU; all checkpoints store these values.
@@ -80,7 +80,7 @@ class InnerProduct(Protocol):
         """The weights of gate and up, [num_local, hidden, 2 * width]."""
 
     def __call__(self, rows: Rows, counts: Tensor) -> Rows:
-        """Return the rows that are then multiplied by the weights of down: [rows, hidden] -> [rows,
+        """Return the input of the product with the weights of down: [rows, hidden] -> [rows,
         width].
         """
 
@@ -141,8 +141,7 @@ class Xielu:
     """The activation of arXiv 2411.13010, without a gate.
 
     Attributes:
-        positive, negative: factors for the two parts of the function: the part for positive values,
-            and the part for other values.
+        positive, negative: the factor for positive values, and the factor for all other values.
     """
 
     positive: float

@@ -66,8 +66,8 @@ class CenteredNorm:
 
 @dataclass(frozen=True)
 class NoNorm:
-    """Takes the place of a norm, and changes nothing. It is used for the inputs of layers that
-    normalise only the results of attention and of the feed-forward part.
+    """Takes the place of a norm, and changes nothing. Layers that normalise only the results of
+    attention and of the feed-forward part have this object in place of the norms of the inputs.
     """
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class DeviceLaunch:
 
     Attributes:
         keys: indices of the launch's keys among the gathered rows. If the cache is not sharded,
-            nothing is gathered, and these are the slots of the keys.
+            nothing is gathered, and ``keys`` contains the slots of the keys.
         ends: int32, the launch's cumulative query lengths and KV lengths, for an operator that
             reads them on the device; None for other operators.
     """

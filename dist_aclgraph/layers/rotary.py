@@ -93,8 +93,8 @@ def pairs_across_head(
 
 def pad_tables(cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Extend tables from [positions, rotary_dim] to [positions, head_dim]. The new elements are at
-    the end of each half of a row. In cos they are 1, and in sin they are 0, so that the rotation
-    does not change the elements of a head that are multiplied by them.
+    the end of each half of a row. The new elements are 1 in cos, and 0 in sin. So the rotation
+    leaves the corresponding elements of a head unchanged.
     """
     count = (head_dim - cos.shape[-1]) // 2
     cos, sin = (table.reshape(*table.shape[:-1], 2, -1) for table in (cos, sin))
@@ -150,7 +150,9 @@ class RotaryTableSet:
         self._sin: list[Tensor] = []
 
     def add(self, rope: RopeSpec) -> RopeRows | None:
-        """Return the indices of an embedding's tables; None if it rotates no element of a head."""
+        """Return the indices of an embedding's tables; None if the embedding rotates no element of
+        a head.
+        """
         if not rope.num_tables:
             return None
         cos, sin = rope_tables(rope, self._rotary_dim, self._max_len, torch.float32)
@@ -179,8 +181,8 @@ class RotaryTableSet:
 
 @dataclass(frozen=True)
 class RopeRows:
-    """Indices, in the rows of a ``RotaryTableSet``, of the table for queries and the table for
-    keys.
+    """The indices of two tables in the result of ``RotaryTableSet.rows``: of the table for queries,
+    and of the table for keys.
     """
 
     queries: int
@@ -236,7 +238,7 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
         rope.high_freq_factor - rope.low_freq_factor
     )
     # For long waves, ``smooth`` is 0, and frequencies are divided by the factor. For short waves,
-    # it is 1, and frequencies do not change.
+    # ``smooth`` is 1, and frequencies do not change.
     smooth = smooth.clamp(0.0, 1.0)
     return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
 

@@ -59,9 +59,10 @@ class Router:
         renormalizes: whether the weights of a token sum to one before they are scaled.
         bias: [num_experts] float32, added to the scores when experts are chosen. The weights do not
             contain this bias.
-        top_groups: number of groups of experts from which a token may choose its experts.
-        group_score: the rule for the score of a group: "max" is the best score of its experts,
-            "top2" is the sum of their two best scores.
+        top_groups: number of groups that a token may use. A token chooses its experts only from the
+            groups with the best scores.
+        group_score: the rule for the score of a group: "max" is the best score of the group's
+            experts, "top2" is the sum of their two best scores.
         scale: factor by which all weights are multiplied.
         copies: chooses a copy of each expert; None if every expert exists only once.
         logit_bias: [num_experts] float32, added to the logits.
@@ -85,8 +86,8 @@ class Router:
 
         If experts have copies, each id is the slot of the chosen copy in ``ExpertPlacement``. The
         experts of padding tokens have an id that is one above the last expert's id: operators
-        accept this id, and no rank has an expert with it. (The id is not negative, because CANN 9
-        counts no tokens at all if an id is negative.)
+        accept this id, and no rank has an expert with this id. (With a negative id, CANN 9 would
+        count no tokens.)
 
         Args:
             x: [n, hidden].
@@ -106,8 +107,8 @@ class Router:
         if self.scoring == "softmax" and self.renormalizes:
             weights = weights * (self.scale / weights.sum(-1, keepdim=True))
         if self.scoring == "sigmoid" and not self.renormalizes:
-            # Here, the weights must not be divided by their sum. But the operator always divides
-            # sigmoid scores by their sum, so the weights are computed again.
+            # The operator always divides sigmoid scores by their sum. This model needs weights that
+            # are not divided, so the weights are computed again.
             weights = logits.sigmoid().gather(1, experts.long()) * self.scale
         nowhere = self.weight.shape[1]
         experts = experts.masked_fill((slots == PADDING_SLOT).unsqueeze(1), nowhere)

@@ -1,6 +1,6 @@
 """Sparse latent attention: each query attends only to the latents that an indexer chooses. The
-latents are in the blocks of the KV cache. The latents are used as keys and as values, both for
-prompts and in decoding.
+latents are in the blocks of the KV cache. The latents are used as keys and as values, for prompts
+and in decoding.
 
 The cache also contains an index key of each token. ``npu_lightning_indexer`` chooses keys by
 comparing queries with the index keys of all tokens. ``npu_sparse_flash_attention`` attends to the
@@ -9,7 +9,7 @@ operators.
 
 If several ranks share a cache, each of them keeps all index keys and one shard of the latents. So
 all ranks choose the same keys, and the choice needs no collective. For a request with few queries,
-the rank of each shard computes the attention to the chosen keys of its shard; then the results of
+the rank of each shard computes the attention to the chosen keys of its shard. Then the results of
 all shards are merged, weighted by their log-sum-exps. The operator returns log-sum-exps only if it
 gets no block table. So the whole cache is passed as the keys of one request, and the chosen keys
 are passed as slots. For a request with many queries, the latents of the request are gathered on
@@ -124,8 +124,8 @@ class SparseLatentAttention:
 
     Attributes:
         norm: [512], weight of the latent's norm.
-        keys, values: [heads, plain dim, 512] and [heads, value dim, 512], matrices. Multiplied by a
-            latent, they give each head's key and value.
+        keys, values: [heads, plain dim, 512] and [heads, value dim, 512], matrices. The products of
+            these matrices and a latent are each head's key and value.
         scale: factor by which attention scores are multiplied.
         top_k: maximum number of keys to which a query attends.
     """
@@ -344,9 +344,10 @@ class SparseLatentAttention:
         kv_lens: Tensor,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, for each query, the sum of the latents weighted by its attention, [n, heads,
-        512]. If the operator's further ``arguments`` request sums, also return two tensors, [1, n,
-        heads] float32 each: the greatest score of each row, and the row's sum of exponentials.
+        """Return the result of attention to latents, [n, heads, 512]: for each query, the weighted
+        sum of latents. If ``arguments``, the further arguments of the operator, request sums, also
+        return two tensors, [1, n, heads] float32 each: the greatest score of each row, and the
+        row's sum of exponentials.
 
         Args:
             keys: latents and rotated keys.

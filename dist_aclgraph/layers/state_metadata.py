@@ -62,9 +62,9 @@ class DirectLayout:
     Attributes:
         lengths: [n] int32, number of tokens of each request, from 1 to ``MAX_DIRECT_TOKENS``.
         starts: [n] int32, for each request, the number of tokens of all requests before it.
-        windows: [t, w] int32, for each token, the w rows that the convolution reads, as indices of
-            rows of [all tokens | w - 1 rows of each request's first state]. The last of the w rows
-            is the token's own row.
+        windows: [t, w] int32, for each token, the indices of the w rows that the convolution reads.
+            The rows are: one row for each token, then w - 1 rows of each request's first state. The
+            last of the w rows is the token's row.
         ones: [n] int32, all ones: the value of ``DirectStates.accepted`` in steps without drafts.
         max_tokens: an upper limit of ``lengths``.
     """
@@ -101,9 +101,9 @@ class DirectStates:
     """The slots of requests that update their states token by token.
 
     Each token names the slot that receives the state after this token. So a rejected draft needs no
-    repair: the state before the draft is still in the slot that the previous token has named. In
-    ``accepted``, a request gives the number of one of its tokens, counted from 1. The request
-    begins with the state in the slot that this token names.
+    repair: the state before the draft is still in the slot that the previous token has named.
+    ``accepted`` contains, for each request, the number of one of its tokens, counted from 1. The
+    request begins with the state in the slot that this token names.
 
     For example, the three tokens of a request with two drafts name the slots 4, 5 and 6, and one
     draft is accepted. Then the current state is in slot 5. The next step may name 4, 5, 6 with
@@ -115,7 +115,8 @@ class DirectStates:
             0. Two requests never name the same slot, except slot 0.
         accepted: [n] int32, for each request, the number of the token that names the slot with the
             request's current state. Tokens are counted from 1; padding has 1.
-        sources: [n] int32, for each request, the slot with the state from which it begins."""
+        sources: [n] int32, for each request, the slot with the state from which the request begins.
+    """
 
     slots: Tensor
     accepted: Tensor
@@ -168,14 +169,16 @@ class PromptStates:
 
     Attributes:
         lengths: [n] int32, number of tokens of each chunk.
-        sources: [n] int32, for each request, the slot with the state from which it begins. The slot
-            is not read if ``is_new`` is true for the request.
+        sources: [n] int32, for each request, the slot with the state from which the request begins.
+            The slot is not read if ``is_new`` is true for the request.
         slots: [n] int32, for each request, the slot that receives the state after the last token of
             its chunk. It may be the same slot as in ``sources``. Two requests never name the same
             slot.
-        is_new: [n] bool, true for a request that has no state yet; it begins with a state of zeros.
-        padded: [t + n * (w - 1)] int32, indices into [all tokens | w - 1 rows of each request's
-            first state]: for each request, first the rows of its state, then its tokens.
+        is_new: [n] bool, true for a request that has no state yet; such a request begins with a
+            state of zeros.
+        padded: [t + n * (w - 1)] int32, an order of the following rows: one row for each token,
+            then w - 1 rows of each request's first state. ``padded`` has, for each request, the
+            indices of the rows of its state, then of its tokens.
         outputs: [t] int32, for each token, the index in ``padded`` of the first of the token's
             ``w`` inputs.
         tails: [n * (w - 1)] int32, indices in ``padded`` of the last w - 1 inputs of each request.

@@ -60,8 +60,8 @@ class AllToAll:
     """Sends each token once to every rank that has an expert of the token.
 
     All ranks exchange arrays of equal size. So a rank accepts the same maximum number of tokens
-    from each other rank. Tokens above this maximum are counted, but not sent. Their results are
-    wrong, so the step must run again.
+    from each other rank. Tokens above this maximum are counted, but not sent. The results of these
+    tokens are wrong, so the step must run again.
 
     Attributes:
         factor: maximum number of tokens that a rank accepts from another rank, divided by the
@@ -126,8 +126,8 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class Mc2Exchange:
-    """Lets the operators of MC2 send each token to each of its experts. Unlike in an all-to-all, no
-    empty places are sent.
+    """Lets the operators of MC2 send each token to each of its experts. These operators send only
+    tokens, whereas an all-to-all also sends empty places.
 
     The operators are ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``. The
     planner checks the limits of these operators. If the operators accept no mask, padding tokens
@@ -197,7 +197,7 @@ def make_exchanges(
 ) -> Mapping[ExchangeKind, Exchange]:
     """Return the exchanges of an expert parallel group; empty if the group has only one rank.
 
-    The exchange by MC2 exists only if there is a group for MC2. In that case, ``mc2`` must be set.
+    If ``groups`` has a group for MC2, there is also an exchange by MC2, and ``mc2`` must be set.
     """
     if groups.ep.size == 1:
         return {}
@@ -212,8 +212,8 @@ def make_exchanges(
 
 
 def pack(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Return rows, each of which contains a token, its experts and its weights, so that one copy
-    sends all three.
+    """Return rows, each of which contains a token, its experts and its weights, so that one
+    transfer sends all three.
 
     All columns have the type of ``x``. The bits of experts and weights are stored without
     conversion, and both begin at multiples of 32 bytes.

@@ -15,8 +15,8 @@ from dist_aclgraph.layers.int8_rows import Rows
 from dist_aclgraph.models.loading import WeightSlices
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of a step's tokens, in the shape that the kind needs
-# Cache of one layer. Its ``tensors`` are divided into blocks, its ``states`` into slots. Only the
-# layer's kind of attention knows the concrete type of the cache.
+# Cache of one layer. The tensors in ``tensors`` are divided into blocks, and the tensors in
+# ``states`` into slots. Only the layer's kind of attention knows the concrete type of the cache.
 Cache = Any
 
 

@@ -253,8 +253,8 @@ class Checkpoint:
             rearrange: changes the order of outputs, [..., out] -> [..., out]; None keeps the order.
 
         Raises:
-            ConfigError: ``dtype`` is float32, or the requested range of inputs does not consist of
-                whole groups of inputs that share a scale.
+            ConfigError: ``dtype`` is float32, or the requested range of inputs cuts a group of
+                inputs that share a scale.
             MissingTensorError: as ``read``.
             UnsupportedModelError: the values have offsets.
         """
@@ -306,7 +306,7 @@ class Checkpoint:
         dtype: torch.dtype,
     ) -> Tensor:
         """Return the range ``[start, stop)`` of the dimension ``dim``, at most up to the tensor's
-        end, multiplied by its scales.
+        end. The values are multiplied by their scales.
         """
         if (form := self._int4_of(name)) is not None:
             stored = self._stored_int4(name, (shape[0], shape[1]), form)
@@ -402,15 +402,15 @@ class Checkpoint:
         return sum(name.startswith(self._names.ignored) for name in self._file_of)
 
     def refuse_unread_biases(self) -> None:
-        """Call this after all weights were read. It raises an error if a bias of one of these
-        weights is stored, but was not read.
+        """Call this after all weights were read. This method raises an error if a bias of one of
+        these weights is stored, but was not read.
 
-        Some tools add biases that the model does not have; if these are zero, they are ignored.
-        Biases of weights that this rank did not read, such as the weights of other ranks' experts,
-        are not checked.
+        Some tools add biases that the model does not have. Such a bias is ignored if all of its
+        values are zero. Biases of weights that this rank did not read, such as the weights of other
+        ranks' experts, are not checked.
 
         Raises:
-            UnsupportedModelError: a bias that was not read is not zero.
+            UnsupportedModelError: a bias with values other than zero was not read.
         """
         modules = {name.rpartition(".weight")[0] for name in self._read_names}
         for name in sorted(self._file_of.keys() - self._read_names):

@@ -1,5 +1,5 @@
 """The common part of all forms of linear attention with the gated delta rule: the heads of a rank,
-the states, and the computation of the rule's results from its inputs.
+the states, and the computation of the rule.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@ of these operators, and the format, works only with some chips, versions and typ
 
 These limits come from the documents and sources of CANN's operators (ops-nn) and of torch_npu
 (op-plugin). None of these limits was tested on an NPU. A fused operator and separate operators
-round their
-results differently: the fused operator quantises float32 values, but separate operators first round
-the values to the type of activations.
+round their results differently: the fused operator quantises float32 values, but separate operators
+first round the values to the type of activations.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ class Fusion:
     lines: tuple[str, ...] = ("2.10", "2.12", "2.13")
 
     def obstacle(self, config: Config, chip: Chip, line: str) -> str | None:
-        """Return the reason why no layer can use the operator; None if there is no such reason. A
-        layer must also have a suitable width (``misfit``).
+        """Return the reason why no layer can use the operator; None if layers can use it. A layer
+        must also have a suitable width (``misfit``).
 
         Args:
             line: release series of torch_npu, e.g. 2.13.
@@ -135,9 +134,9 @@ FUSIONS = (
     ),
     Fusion(
         "latent_prologue",
-        # It replaces all operators after a layer's norm and before latent attention. CANN 8.5 is
-        # not supported, because in its published sources, the operator's arguments have another
-        # order. Documents of later versions of CANN allow further sizes.
+        # This operator replaces all operators after a layer's norm and before latent attention.
+        # CANN 8.5 is not supported, because in its published sources, the operator's arguments have
+        # another order. Documents of later versions of CANN also allow other sizes than this entry.
         "npu_mla_prolog_v3",
         dtypes=("bfloat16",),
         widths=(6144, 7168, 7680),
@@ -161,8 +160,8 @@ class Fusions:
 
     def __init__(self, obstacles: Mapping[FusionName, str | None]) -> None:
         """Args:
-        obstacles: for each operator, the reason why no place of the model may use it; None if there
-            is no such reason.
+        obstacles: for each operator, the reason why no place of the model may use it; None if
+            places may use it.
         """
         self._obstacles = obstacles
         self._fusions = {fusion.name: fusion for fusion in FUSIONS}

@@ -26,7 +26,7 @@ class GatedDeltaAttention(DeltaAttention):
 
     Attributes:
         qkvz: product that computes the inputs of the convolution, and z, the gates of the results.
-        gates: product that computes b and a, from which beta and g are computed. Each has one
+        gates: product that computes b and a, from which beta and g are computed. b and a have one
             number for each value head.
         decay: [num_value_heads] float32, ``-exp(A_log)``.
         dt_bias: [num_value_heads] float32, added to a.

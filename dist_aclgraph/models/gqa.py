@@ -108,8 +108,8 @@ class GroupedQueryAttention:
             q, k = self.rope_rows.rotate(q, k, rope)
         if self.norms is not None and self.norms_follow_rope:
             q, k = self.norms(q, k)
-        # Queries and keys that were neither normalised nor rotated are parts of wider rows until
-        # now.
+        # Without a norm and without a rotation, q and k are still views of the wider rows of
+        # ``qkv``.
         q, k = q[0].contiguous(), k[0].contiguous()
         # The cache write accepts only contiguous rows.
         v = v.reshape(n, a.num_kv_heads, a.head_dim).contiguous()
@@ -224,7 +224,7 @@ class GroupedQuery:
         return torch.cat([self._paired(q), gates], -1)
 
     def _matrix(self, slices: WeightSlices, name: str, num_heads: int, here: range) -> MatrixPart:
-        """Describe the rows of an [out, in] weight that belong to the range ``here`` of heads."""
+        """Describe the rows of an [out, in] weight that compute the heads in the range ``here``."""
         hidden, d = self._spec.hidden_size, self._spec.head_dim
         return slices.matrix(name, (num_heads * d, hidden), 0, here.start * d, here.stop * d)
 

@@ -80,8 +80,8 @@ class Int4Weights:
         """Write the matrix with the index ``index``. The matrices must be written in order.
 
         Raises:
-            ConfigError: a part has an odd number of outputs, so that its last byte contains only
-                one of them.
+            ConfigError: a part has an odd number of outputs. Each byte must contain two outputs of
+                the part.
         """
         assert index == len(self._scales)
         widths = [len(part.pairs) for part in parts]

@@ -1,7 +1,7 @@
 """Matrices with values of four bits, as ModelSlim and compressed-tensors store them.
 
 All functions of this module run on the host, because an NPU has no fast operators on bits. A value
-is between -8 and 7. A checkpoint stores an [out, in] matrix in one of four forms. They differ in
+is between -8 and 7. A checkpoint stores an [out, in] matrix in one of four forms, which differ in
 the tensor's name and shape:
 
 - ``weight_packed`` [out, in / 8] int32: each element contains the values of eight inputs, the first
@@ -12,8 +12,8 @@ the tensor's name and shape:
 - ``weight`` [out, in / 2] int8: each byte contains the values of two inputs (ModelSlim, W4A16
   without groups).
 
-Scales are stored in ``weight_scale``. It has out * groups elements, in any shape. ModelSlim's W4A8
-with groups multiplies ``weight_scale`` [out, 1] by ``weight_scale_second`` [out, groups].
+Scales are stored in ``weight_scale``, which has out * groups elements, in any shape. ModelSlim's
+W4A8 with groups multiplies ``weight_scale`` [out, 1] by ``weight_scale_second`` [out, groups].
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class StoredInt4:
             source = self._find(f"{self._module}.weight_packed")
             self._check(source, "weight_packed", ("I32",), [(out, -(-num_inputs // 8))])
             words: Tensor = source[first:last, left // 8 : -(-right // 8)]
-            # A stored value is the value plus 8. If its highest bit is inverted, it is the value in
-            # two's complement.
+            # The stored number is the value plus 8. Inverting the highest bit of this number gives
+            # the value in two's complement.
             pairs = _turned(words.contiguous().view(torch.uint8) ^ 0x88)
             return pairs[:, left % 8 :][:, : right - left]
         source = self._find(f"{self._module}.weight")

@@ -2,7 +2,7 @@
 they are quantised while they are loaded.
 
 The scale of an output depends on all of its inputs, not only on the inputs that one rank loads. So
-for any number of ranks, the ranks have parts of the same int8 matrix.
+the int8 matrix does not depend on the number of ranks, and each rank has a part of this matrix.
 """
 
 from __future__ import annotations

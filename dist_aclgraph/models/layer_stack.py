@@ -1,8 +1,8 @@
 """A sequence of decoder layers, each with any kind of attention.
 
-The forward pass is a sequence of segments, which are divided at attention (``before_attention`` and
-``after_attention`` of each layer). So the whole pass can be captured as one graph, or each segment
-as a separate graph.
+The forward pass is a sequence of segments, with attention between two segments
+(``before_attention`` and ``after_attention`` of each layer). So the whole pass can be captured as
+one graph, or each segment as a separate graph.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class DecoderLayer:
         post_attention_norm: norm of the feed-forward part's input; None if attention and the
             feed-forward part have the same input.
         index: the layer's index in the checkpoint.
-        marks: object that records, on the device, which collective the rank has reached.
+        marks: object that records which collective the rank's device has reached.
         output_norms: two norms, one for the results of attention, one for the results of the
             feed-forward part; None if the results are added to the residual stream without a norm.
         result_scale: factor by which the results of attention and of the feed-forward part are
@@ -168,8 +168,8 @@ def load_layer(
             load_norm(slices, spec, f"{prefix}.post_mlp_layernorm.weight"),
         )
     is_first = index in (0, spec.num_layers)  # first layer of the decoder or next-token module
-    # An ``Int8Norm`` always adds a residual stream, which the first layer does not have. And its
-    # int8 rows cannot be used by two parts of the layer.
+    # An ``Int8Norm`` always adds a residual stream, which the first layer does not have. If
+    # attention and the feed-forward part have the same input, this input cannot be in int8.
     fuses_input = attention.quantises_rows and not is_first and norm is not None
     return DecoderLayer(
         slices.norm_before(input_norm, fuses_input),
@@ -274,9 +274,7 @@ class LayerStack:
     def _segments(
         self, embed: Embed, step: ExpertStep, metadata: AttentionMetadata | None
     ) -> list[Segment]:
-        """Return the segments of the forward pass. Their number is one more than the number of
-        layers.
-        """
+        """Return the segments of the forward pass: one segment more than there are layers."""
         layers = self.layers
 
         def first(positions: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -89,7 +89,7 @@ class WeightSlices:
 
     Attributes:
         group: the tensor parallel ranks over which weights are split.
-        experts: settings for experts: their division among ranks, and the way in which they run.
+        experts: settings for experts, such as the division of experts among ranks.
         note: called after each weight is on the device, with the weight's number of bytes.
         zeros: one tensor of zeros for all products of experts that need offsets.
         fusions: the fused operators that layers may use.

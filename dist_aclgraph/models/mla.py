@@ -45,9 +45,10 @@ class MultiHeadLatentAttention:
     """The attention of one layer on this rank.
 
     Attributes:
-        down: one product, or two products if there is a prologue. From the hidden states, they
-            compute the latents of queries [q_rank], the latent [512], and the part of the key that
-            is rotated [64]. In models without latents of queries, they compute the queries instead.
+        down: one product, or two products if there is a prologue. From the hidden states, ``down``
+            computes the latents of queries [q_rank], the latent [512], and the part of the key that
+            is rotated [64]. In models without latents of queries, ``down`` computes the queries
+            instead of these latents.
         q_norm: [q_rank], weight of the norm of the queries' latents; None if ``down`` computes the
             queries.
         q_up: product that computes the queries from their latents: q_rank -> heads * 192; None if
@@ -118,7 +119,7 @@ class MultiHeadLatentAttention:
 
 
 def _has_int8_rows(inputs: tuple[Tensor, ...]) -> bool:
-    """Return whether these inputs of ``attend`` are the inputs of the prologue. If not, they are
+    """Return whether these inputs of ``attend`` are the inputs of the prologue. If false, they are
     the results of separate operators.
     """
     return inputs[0].dtype == torch.int8

@@ -1,4 +1,5 @@
-"""The next-token module of a checkpoint. It predicts one token further than the decoder.
+"""The next-token module of a checkpoint: the decoder predicts the next token, and this module
+predicts the token after the next token.
 
 The module combines the hidden state at a position with the token after this position, and runs one
 decoder layer on the result. The module uses the decoder's embedding and head, although checkpoints
@@ -58,8 +59,8 @@ class NextTokenModule:
         metadata: AttentionMetadata,
         step: ExpertStep,
     ) -> Tensor:
-        """Return the normalised hidden states, [n, hidden]. They are the input of ``logits`` and of
-        the next iteration.
+        """Return the normalised hidden states, [n, hidden], which are the input of ``logits`` and
+        of the next iteration.
 
         Args:
             token_ids: [n] int32, for each row, the token after its position.

@@ -217,8 +217,8 @@ class SparseLatent(LatentKind):
         return slices.matrix(name, (out, width), 0, 0, out).rearranged(self._half_split)
 
     def _half_split(self, columns: Tensor) -> Tensor:
-        """Reorder the rotated part of each head: of each pair of neighbouring elements, the first
-        one moves to the first half of the rotated part, and the second one to the second half.
+        """Reorder the rotated part of each head. The first elements of all pairs of neighbours come
+        first, then the second elements of all pairs.
 
         Products of index queries and index keys do not depend on the order of elements. So with
         this order, the same operator can rotate the heads of all checkpoints.
@@ -250,8 +250,8 @@ class SparseLatent(LatentKind):
 
 @dataclass(frozen=True)
 class ChosenLatent:
-    """The kind of the layers that use the keys chosen by an earlier layer. They share the objects
-    that ``sparse`` owns.
+    """The kind of the layers that use the keys chosen by an earlier layer. These layers share the
+    objects that ``sparse`` owns.
 
     Attributes:
         sparse: the kind of the layers with an indexer.

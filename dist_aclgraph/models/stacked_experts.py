@@ -77,7 +77,7 @@ def load_joined_products(
             f"quantization is w8a8; {prefix} is stored as one tensor for all experts, which cannot "
             "be converted to int8: leave quantization out"
         )
-    # The parts of the last ranks can be beyond the stored rows; they are filled with zeros.
+    # The parts of the last ranks can be beyond the stored rows; such parts are filled with zeros.
     last = max(start, min(stop, width))
 
     def read(name: str, outs: int, ins: int, dim: int, first: int, end: int) -> Tensor:

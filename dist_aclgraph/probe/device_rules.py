@@ -37,7 +37,7 @@ def rules_name(chip: str, cann: str) -> str:
 
 @functools.cache
 def answers_of(chip: str, cann: str, folder: Path = FOLDER) -> dict[str, RuleAnswer]:
-    """Return the known answers by question; an empty dictionary for an unknown device.
+    """Return a mapping from questions to known answers; an empty dictionary for an unknown device.
 
     Raises:
         DeviceError: the file cannot be read.

@@ -19,8 +19,9 @@ FACTS = "facts"  # the names of questions about the machine begin with this fold
 def report_page(report: Report) -> str:
     """Return the report as one HTML file, which needs no other file and runs no script.
 
-    The page shows the facts of the machine, then the differences, then all other answers by folder.
-    The report may come from an unknown source, so the page shows texts only as plain text.
+    The page shows the facts of the machine, then the differences, then all other answers, grouped
+    by the folders of the questions. The report may come from an unknown source, so the page shows
+    texts only as plain text.
     """
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"plain": plain, "lines": _lines}

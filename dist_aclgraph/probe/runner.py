@@ -37,8 +37,8 @@ class Runner:
     """Owns the child processes of the question that is running.
 
     Args:
-        rules: a function that returns the known answers for a chip and a version of CANN, by the
-            question's name. Known answers replace the emulator's answers.
+        rules: a function that returns, for a chip and a version of CANN, a mapping from names of
+            questions to known answers. Known answers replace the emulator's answers.
         child: the function that each child process runs. Its arguments are a ``Task`` and a pipe.
     """
 
@@ -152,8 +152,9 @@ class Runner:
 
 
 def context_of(kind: DeviceKind) -> ForkServerContext | SpawnContext:
-    """Return the multiprocessing context that starts child processes. On the emulator, a child
-    process begins with the emulator loaded; on a real device, it begins without any library.
+    """Return the multiprocessing context that starts child processes. For the emulator, child
+    processes are forked from a process that has loaded the emulator. For a real device, they start
+    without any library.
     """
     if kind == "npu":
         return multiprocessing.get_context("spawn")

@@ -38,9 +38,9 @@ from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # a path in the working directory or in the package
-# larger than the limit of the scheduler's queue, which is reached first
+# the limit of the scheduler's queue is lower, so it is reached first
 MAX_ONGOING_REQUESTS = 4096
-OUTLOOK_S = 20.0  # limit of a call of ``outlook``; longer than the deployment's own limit
+OUTLOOK_S = 20.0  # time limit of a call of ``outlook``; longer than the deployment's limit
 STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 
 

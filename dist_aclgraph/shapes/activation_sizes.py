@@ -1,9 +1,9 @@
 """Bytes of a decoder's activations, from its inputs to its logits, estimated from the model's
 shape.
 
-The estimate was never compared with an NPU. It is usually too high: it sums all tensors of a layer,
-although some tensors are freed before the layer's end. It also counts every exchange of tokens as
-an all-gather. The workspaces of operators are not included.
+The estimate was never compared with an NPU. The estimate is usually too high, because it sums all
+tensors of a layer, although some tensors are freed before the layer's end. Every exchange of tokens
+is counted as an all-gather. The workspaces of operators are not included.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def prompt_bytes(
     chunk_tokens: int,
     int8_latents: bool = False,
 ) -> int:
-    """Return the additional bytes that a step with parts of prompts needs. They hold cached keys,
-    which are read chunk by chunk, and new keys, which PCP ranks exchange.
+    """Return the additional bytes that a step with parts of prompts needs: for cached keys, which
+    are read chunk by chunk, and for new keys, which PCP ranks exchange.
 
     Args:
         kept: cached elements per token and layer on one rank.
@@ -91,9 +91,9 @@ def prompt_bytes(
     forms = 1 + 2 * pcp if pcp > 1 else 0
     if spec.indexer:
         # With one shard, latents are read from the cache directly. With several shards, there are
-        # copies of the latents. The sizes of the copies are multiples of the size of all latents: 2
-        # / dcp for packing before the gather, 1 for the gather, and 2 for selecting and splitting
-        # them for each piece of the prompt on the rank.
+        # copies of the latents. The unit of their sizes is the size of all latents. Latents are
+        # packed before the gather (2 / dcp) and gathered (1). For each piece of the prompt on the
+        # rank, latents are selected and split (2).
         copies = 0 if dcp == 1 else 2 / dcp + 1 + 2 * min(pcp, 2)
         elements = round(chunk_tokens * copies * kept)
         elements += num_tokens * forms * (kept + spec.indexer.head_dim)
@@ -131,8 +131,8 @@ def prompt_bytes(
 
 def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: int) -> int:
     """Return the bytes that one token needs if the keys are sharded, and each rank computes the
-    token's attention to its own shard. The DCP ranks exchange the queries of all heads, and the
-    shards' results in float32.
+    attention of the token to the rank's shard. The DCP ranks exchange the queries of all heads, and
+    the shards' results in float32.
     """
     heads, groups = spec.num_heads // tp, dcp // pcp  # PCP ranks have copies of the same heads
     rotated = spec.latent.rope_dim if spec.latent else 0

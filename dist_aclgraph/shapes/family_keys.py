@@ -8,9 +8,9 @@ from typing import Any
 HAS_DRAFTS = ("Qwen3NextForCausalLM",)
 _GEMMA_NAMES = {"hidden_activation": "hidden_act"}
 _COHERE_NAMES = {"layer_norm_eps": "rms_norm_eps"}
-# Maps each supported ``model_type`` to a class, for a config.json without ``architectures``. It is
-# the class that AutoModelForCausalLM of transformers selects. For a type with an image encoder, it
-# is the class that includes the encoder.
+# Maps each supported ``model_type`` to a class, for a config.json without ``architectures``.
+# AutoModelForCausalLM of transformers selects the same class. For a type with an image encoder, the
+# class includes the encoder.
 ARCHITECTURES = {
     "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",

@@ -24,7 +24,7 @@ class IndexerSpec:
     """The indexer of sparse attention.
 
     Attributes:
-        num_heads: number of heads of an index query; all of them use one index key.
+        num_heads: number of heads of an index query; all heads use the same index key.
         head_dim: number of elements of an index key.
         top_k: maximum number of keys to which a query attends.
         interleaves: whether the two elements of a rotated pair of index heads are neighbours in the

@@ -84,7 +84,8 @@ class Int4Formats:
     """The four-bit matrices of a checkpoint.
 
     Attributes:
-        described: ModelSlim's matrices, by stored name without ``.weight``.
+        described: maps the stored name of each of ModelSlim's matrices, without ``.weight``, to the
+            format of the matrix.
         groups: groups of compressed-tensors; the first group with a matching pattern counts.
         ignored: patterns of matrices that are in no group.
     """

@@ -218,8 +218,8 @@ class ModelConfig:
     @property
     def rope(self) -> ModelConfig:
         """The part of config.json that describes the rotary embedding. As in transformers, the
-        older ``rope_scaling`` takes precedence over ``rope_parameters``, because users add it to
-        files that were published long ago.
+        older ``rope_scaling`` takes precedence over ``rope_parameters``, because users add
+        ``rope_scaling`` to files that were published long ago.
 
         If each type of layer has its own embedding, ``rope`` is the embedding of layers without
         window.
@@ -347,9 +347,9 @@ def _listed(value: Any) -> list[Any]:
 def _overridden(path: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the object of config.json after the overrides have replaced values.
 
-    Several objects of config.json can contain the same value of the rotary embedding. An override
-    may be in an object with lower precedence than the file's value. So the result has all
-    overridden values in the object with the highest precedence.
+    Several objects of config.json can contain the same key of the rotary embedding. If an override
+    were written into one object, the file's value in another object could take precedence. So all
+    overridden values are written into the object with the highest precedence.
     """
     shape = {**raw, **overrides}
     values = {key: overrides[key] for key in ROPE_VALUES if key in overrides}

@@ -1,4 +1,5 @@
-"""Facts of a model of any architecture, for planning: from config.json and weight headers.
+"""Facts of a model of any architecture, for planning. The facts are read from config.json and from
+the headers of the weight files.
 
 A ``ModelSpec`` adds the fields that only supported decoders have.
 """
@@ -136,12 +137,10 @@ def check_model(config: Config, facts: ModelFacts) -> None:
     """Check that a model has the features that a deployment needs.
 
     Raises:
-        ConfigError: the model has no experts for ``parallel.ep`` or no next-token module for
-            ``speculative.num_tokens``; its heads cannot be split over ``parallel.tp``; its KV
-            cannot be sharded over ``parallel.dcp``; ranks share contexts although the model has a
-            sliding window or linear attention; the indexer's blocks are too large; attention cannot
-            read a cache of type ``kv.dtype``; the dtype is float32 with int8 matrices; or
-            ``quantization`` is not the method of the checkpoint.
+        ConfigError: the model does not support the value of one of these keys: ``parallel.ep``,
+            ``parallel.tp``, ``parallel.dcp``, ``parallel.pcp``, ``speculative.num_tokens``,
+            ``kv.dtype``, ``kv.block_size``, ``dtype`` or ``quantization``. The message has the
+            reason.
     """
     if not config.makes_int8 and config.quantization not in (None, facts.quant_method):
         raise ConfigError(

@@ -1,8 +1,8 @@
 """The shape of a supported decoder, as one frozen value; this module does not need torch.
 
-One decoder with switches covers all families of models: biases of q, k and v, of the output and of
-the MLP; RMS norms of q and k; latent attention in place of grouped queries; experts in place of the
-MLP. ``shapes/families`` reads the value from a checkpoint.
+One decoder covers all families of models. Switches turn parts of the decoder on: biases of q, k and
+v, of the output and of the MLP; RMS norms of q and k; latent attention in place of grouped queries;
+experts in place of the MLP. ``shapes/families`` reads the value from a checkpoint.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class LatentSpec:
     Attributes:
         q_rank: width of the low-rank projection of queries; None if there is no such projection.
         kv_rank: width of the latent.
-        plain_dim, rope_dim: widths of the two parts of a query or key head: the part without
-            rotary embedding, and the part with it.
+        plain_dim, rope_dim: widths of the two parts of a query or key head: the part without rotary
+            embedding, and the rotated part.
         value_dim: width of a value head.
         interleaves: whether the two elements of a rotated pair are neighbours in the checkpoint. If
             false, their distance is half of the rotated part.

@@ -43,8 +43,8 @@ def read_task(config: Config) -> ModelTask:
 
     Raises:
         ModelError: a file of the checkpoint cannot be read.
-        UnsupportedModelError: the model's embeddings are not hidden states of last tokens, or the
-            model has no output head, which the task needs.
+        UnsupportedModelError: the model makes embeddings from other data than the hidden states of
+            last tokens; or the task needs an output head, and the model has none.
     """
     directory = Path(config.model)
     model = read_model_config(directory, config.model_overrides)

@@ -212,7 +212,7 @@ def read_context_lengths(config: ModelConfig) -> ContextLengths:
         return ContextLengths(length, min(length, _original_len(config, scaling)))
     if kind in ("linear", "dynamic", "yarn") and config.architecture not in COUNTS_SCALING:
         start = _original_len(config, scaling) if kind == "yarn" else length
-        # A yarn model's factor can be too small for the length that config.json declares. Then the
+        # If a yarn model's factor is too small for the length that config.json declares, the
         # declared length is used. vLLM uses the shorter length.
         length = max(length, int(start * _factor(config, scaling)))
         if length > MAX_CONTEXT:
@@ -240,13 +240,13 @@ def _kind(scaling: ModelConfig) -> str:
     if kind == "mrope" and scaling.has(MROPE_SECTION):
         return "default"  # the positions of all sections are equal in a text
     if kind == "dynamic" and scaling.has(STRETCH):
-        return "default"  # this scaling changes only the base, for all lengths of requests alike
+        return "default"  # this scaling changes only the base, and does not depend on lengths
     return "longrope" if is_longrope else kind
 
 
 def _stretched(scaling: ModelConfig, rope_dim: int, theta: float) -> float:
-    """Return the base of the frequencies. If config.json has Hunyuan's factor, it is applied to the
-    base.
+    """Return the base of the frequencies. Hunyuan's factor in config.json, if there is one, changes
+    this base.
     """
     if not scaling.has(STRETCH):
         return theta

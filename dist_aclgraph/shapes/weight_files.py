@@ -149,7 +149,8 @@ def _files_without_index(directory: Path) -> list[Path]:
     index. Files named consolidated are copies of the weights in Mistral's own format.
 
     Raises:
-        ModelError: the name of a file says that there are further files, which do not exist.
+        ModelError: a file's name says how many files there are, and at least one of these files is
+            missing.
     """
     single = directory / SINGLE
     if single.exists() or single.is_symlink():

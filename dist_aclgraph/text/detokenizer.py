@@ -22,9 +22,10 @@ class Detokenizer:
 
     The text of a token depends on the tokens before it: a decoder drops the first space of a text,
     and joins bytes to characters. So the last tokens are decoded again with each new token, from a
-    window that begins in the prompt. Text that a later token may still change is held back: a space
-    before punctuation if the tokenizer removes such spaces; a replacement character at the end; and
-    a run of byte tokens, because one wrong byte turns the whole run into replacement characters.
+    window that begins in the prompt. Text that a later token may still change is held back: a
+    replacement character at the end; a space before punctuation, if the tokenizer removes such
+    spaces; and a run of byte tokens (one wrong byte turns the whole run into replacement
+    characters).
 
     ``take_token_texts`` divides the text among its tokens, for log-probabilities.
     """

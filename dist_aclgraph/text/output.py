@@ -158,8 +158,8 @@ class OutputText:
         return texts
 
     def _take(self, events: Iterable[Event]) -> None:
-        """Store events up to the end of the output. A stop string never matches a text that a call
-        interrupts.
+        """Store events up to the end of the output. A stop string does not match a text if a call
+        comes between two parts of the text.
         """
         for event in events:
             if self._is_ended:

@@ -2,7 +2,7 @@
 prompt, and reads the score from the answer.
 
 The model says whether a document is relevant to a query: its answer is one token, yes or no. The
-score is the probability of yes, if the model may answer only these two tokens.
+score is the probability of yes. For the score, only these two tokens are possible answers.
 """
 
 from __future__ import annotations

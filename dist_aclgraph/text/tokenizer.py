@@ -33,7 +33,7 @@ from dist_aclgraph.text.chat_template import DEFAULT, ChatOptions, read_chat_tem
 from dist_aclgraph.text.tiktoken_file import read_tiktoken
 from dist_aclgraph.text.token_bytes import TokenBytes
 
-# The files that can contain a tokenizer; the first one that exists is used.
+# The files that can contain a tokenizer; the first file that exists is used.
 FILES = JSON, TIKTOKEN, SENTENCEPIECE = "tokenizer.json", "tiktoken.model", "tokenizer.model"
 # the longest token is assumed to have at least 64 characters, because normalisers may shorten texts
 MIN_LONGEST_TOKEN = 64
@@ -58,7 +58,7 @@ class Tokenizer:
         token_bytes: the bytes that a token adds in the middle of a text.
         vocab_size: all token ids are in [0, vocab_size).
         context_len: default length of the longest request, in tokens.
-        has_text: whether the checkpoint has one of ``FILES``. If not, prompts are token ids, and
+        has_text: whether the checkpoint has one of ``FILES``. If false, prompts are token ids, and
             outputs have no text.
     """
 

@@ -28,7 +28,7 @@ def is_driver_new_enough(version: str) -> bool:
 
 
 def read_version(path: Path) -> str | None:
-    """Return the first version in a file of lines such as ``version=9.1.0`` or ``[9.1.0:x]``."""
+    """Return the first version in a file with lines such as ``version=9.1.0`` or ``[9.1.0:x]``."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:

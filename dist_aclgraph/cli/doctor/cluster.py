@@ -20,7 +20,7 @@ from dist_aclgraph.cli.doctor.rdma_links import ping_failures
 from dist_aclgraph.config import Config
 
 TIMEOUT_S = 120.0  # long, because a busy node needs time to start a process and to load CANN
-PORTS_OF_A_GROUP = 4  # number of ports of a group; its port for KV blocks is not counted
+PORTS_OF_A_GROUP = 4  # number of ports of a group, without its port for KV blocks
 MAX_PORTS = 128  # maximum number of ports that are tried in one range
 
 
@@ -77,8 +77,8 @@ def examine_nodes(probes: NodeProbes, config: Config | None) -> list[Finding]:
 def rdma_targets(node: str, first_npus: Mapping[str, str]) -> list[str]:
     """Return the RDMA addresses that a node pings: the addresses of the next two nodes.
 
-    The node after the last node is the first node. So every node is pinged twice, and the number of
-    pings grows only linearly with the number of nodes.
+    The nodes form a ring: the first node follows the last node. So two nodes ping each node, and
+    the number of pings grows only linearly with the number of nodes.
     """
     names = sorted(first_npus)
     if node not in first_npus:
@@ -102,8 +102,8 @@ def ports_to_try(config: Config | None) -> list[int]:
 
 
 def ports_to_reach(opened: OpenPorts) -> list[int]:
-    """Return the first, the middle and the last port of a node. The other ports need no test,
-    because a firewall opens or blocks a range of ports as a whole.
+    """Return the first, the middle and the last of the ports at which a node listens. The other
+    ports need no test, because a firewall opens or blocks a range of ports as a whole.
     """
     ports = opened.listening
     return sorted({*ports[:1], *ports[len(ports) // 2 :][:1], *ports[-1:]})
@@ -214,8 +214,8 @@ def reach_findings(failures: Mapping[str, Mapping[tuple[str, int], str]]) -> lis
     """Return findings that say whether each node reaches all other nodes by TCP.
 
     Args:
-        failures: node -> (address, port) of another node -> why the first node cannot connect to
-            this port.
+        failures: nested mapping: node that connects -> (address, port) of another node -> why the
+            connection fails.
     """
     remedy = (
         "open cluster.ports between the nodes in their firewalls, and start Ray on each node with "

@@ -125,8 +125,8 @@ def hixl_finding(npus: list[str]) -> Finding:
 
 
 def peers_findings(config: Config) -> list[Finding]:
-    """Return the finding about the secret with which services fetch copies of KV blocks from each
-    other. The list is empty if no secret is configured.
+    """Return a list with one finding: about the secret that services need to fetch copies of KV
+    blocks from each other. The list is empty if no secret is configured.
     """
     path = config.kv.peers_key_file
     if path is None:
@@ -153,8 +153,9 @@ def _driver() -> Finding:
 def _network() -> Finding:
     """Return the finding about the environment variables that HCCL needs to reach other nodes.
 
-    If the configuration sets a variable, all workers get the configured value. Otherwise a worker
-    gets the value that the environment of `ray start` had on the worker's node.
+    If the configuration sets a variable, all workers get the configured value. Otherwise each
+    worker inherits the variable from the shell in which `ray start` was called on the worker's
+    node.
     """
     variables = network_variables()
     told = ", ".join(f"{name}={value}" for name, value in sorted(variables.items()))
@@ -203,8 +204,9 @@ def device_finding(npus: list[str], *, is_emulator_built: bool) -> Finding:
 
 
 def compiler_finding(npus: list[str], missing: list[str], *, is_emulator_built: bool) -> Finding:
-    """Return the finding that says whether this machine can build the emulated NPU. A missing
-    compiler is a warning only if this machine has neither NPUs nor a built emulator.
+    """Return the finding that says whether this machine can build the emulated NPU. A machine with
+    NPUs or with a built emulator needs no compiler. On any other machine, a missing compiler is a
+    warning.
 
     Args:
         npus: names of this machine's NPUs.

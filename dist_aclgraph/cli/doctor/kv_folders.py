@@ -77,7 +77,8 @@ def file_system(path: Path, mounts: Path = MOUNTS) -> str:
         before, _, after = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), before.split()[4])
         is_inside = wanted == point or wanted.startswith(point.rstrip("/") + "/")
-        if is_inside and len(point) >= best:  # a later mount hides an earlier mount
+        # of two mounts at the same point, the later mount hides the earlier mount
+        if is_inside and len(point) >= best:
             best, kind = len(point), after.split()[0]
     return kind
 

@@ -1,4 +1,4 @@
-"""The facts about a node that are compared with other nodes. Imports neither torch nor Ray."""
+"""The facts about each node, which ``doctor --cluster`` compares. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class NodeFacts:
     """The facts that one node reports about itself.
 
     Attributes:
-        versions: maps the names of installed software to versions. Only nodes with NPUs report CANN
-            and the driver.
+        versions: maps the names of installed software to versions. Only nodes with NPUs report the
+            versions of CANN and of the driver.
         npus: names of the node's NPUs.
         rdma_addresses: maps the names of NPUs to their RDMA addresses.
         sizes: the node's number of NPUs, number of cores, and memory. Nodes with NPUs should have

@@ -1,7 +1,8 @@
 """Checks a host with real NPUs: device nodes, permissions, firmware, RDMA addresses, cores.
 
 Sources: vllm-ascend's container instructions (device nodes, mounts), vllm-ascend's page on CPU
-binding (cores), and Ascend's Docker runtime (mounts). Nothing here was tested on such a host.
+binding (cores), and Ascend's Docker runtime (mounts). This module was not tested on a host with
+NPUs.
 """
 
 from __future__ import annotations

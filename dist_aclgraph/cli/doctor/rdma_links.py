@@ -48,7 +48,7 @@ def ping_failures(addresses: Sequence[str]) -> dict[str, str]:
     """Ping RDMA addresses of other nodes from this node's first NPU.
 
     Returns:
-        address that does not answer -> why it does not answer. Empty if this node has no hccn_tool.
+        For each address that does not answer, the reason. Empty if this node has no hccn_tool.
     """
     tool = find_tool()
     if tool is None:

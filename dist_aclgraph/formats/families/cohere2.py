@@ -3,8 +3,8 @@
     <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {...}}]<|END_ACTION|>
     <|START_RESPONSE|>...<|END_RESPONSE|>
 
-The ids of calls are not passed on: the model counts them from 0 in each conversation, but clients
-expect each id only once.
+Clients do not get the model's ids of calls. The model counts from 0 in each conversation, but
+clients expect each id only once.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
 
 def _begins_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
     """Read the line with a tool's name and the white space before the arguments, and begin the
-    call. Return whether a call has begun. If no call has begun, the text that was read stays in the
-    scanner's kept text.
+    call. Return whether a call has begun. If no call has begun, the scanner still keeps the text
+    that was read.
     """
     name = yield from scanner.match(*tools)
     if name is None:

@@ -4,9 +4,9 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
-``analysis`` is reasoning. A message to a function is a call. The model also knows tools that are
-not functions, such as ``python``. If the request has no tool of this name, a message to the tool is
-reasoning. All other messages are content.
+``analysis`` is reasoning. A message to a function is a call. The model also writes messages to
+built-in tools, such as ``python``. If the request has a tool with the name of the built-in tool,
+such a message is a call; otherwise it is reasoning. All other messages are content.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dist_aclgraph.formats.tools import Tools
 START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
 CONSTRAIN, RETURN, CALL = "<|constrain|>", "<|return|>", "<|call|>"
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL)
-BEGINS = ()  # the channel of a message says whether the message is a call
+BEGINS = ()  # empty: the head of a message, not its text, says whether the message is a call
 _RECIPIENT = re.compile(r"to=(?P<function>functions\.)?(?P<name>[^\s<]+)")
 NOBODY = ("assistant", "user", "all")  # names of recipients that are not tools
 

@@ -26,8 +26,8 @@ from dist_aclgraph.formats.tools import Tools
 
 @dataclass(frozen=True)
 class HyTags:
-    """The tags of the format, with or without the ending ":opensource". They are around all calls,
-    around one call, between a call's name and its arguments, and around the arguments.
+    """The tags of the format, with or without the ending ":opensource". There are tags around all
+    calls, around one call, between a call's name and its arguments, and around the arguments.
     """
 
     calls: tuple[str, str]

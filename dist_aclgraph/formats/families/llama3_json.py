@@ -1,7 +1,7 @@
 """Llama 3: the whole answer is ``{"name": "f", "parameters": {...}}``, with "; " between calls.
 
 An answer that begins like a call is a call only if the name in it is the name of a given tool.
-Calls with ``<|python_tag|>`` before them may also follow text.
+After ``<|python_tag|>``, calls can also follow text.
 """
 
 from __future__ import annotations

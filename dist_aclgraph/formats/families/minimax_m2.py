@@ -1,4 +1,5 @@
-"""MiniMax M2: calls are written in tags between two tokens; the schema determines the types.
+"""MiniMax M2: calls are written in tags between two tokens. The tool's schema determines the types
+of values.
 
 <minimax:tool_call>
 <invoke name="f">

@@ -57,7 +57,8 @@ def _copy_named(scanner: Scanner, tools: Tools, begin: str) -> Scan[bool]:
     if closing == begin:
         scanner.content(begin + scanner.give_back(begin))
         return True
-    # Without the marker of arguments, the text is a call only if it begins with a tool's name.
+    # If the marker before the arguments is missing, the text is a call only if it begins with a
+    # tool's name.
     if closing is None or not name or (closing == "{" and name not in tools):
         scanner.content(begin + scanner.give_back())
         return False

@@ -1,4 +1,4 @@
-"""OLMo 3: calls as Python writes them, one in each line, between two tags.
+"""OLMo 3: calls in Python's syntax, one in each line, between two tags.
 
 <function_calls>
 f(a=1, b="x")

@@ -1,7 +1,7 @@
 """Llama 3.2 and Llama 4 (pythonic): the whole answer is ``[f(a=1, b="x"), g()]``.
 
 An answer that begins like a call is a call only if the name in it is the name of a given tool.
-Calls with ``<|python_start|>`` before them may also follow text.
+After ``<|python_start|>``, calls can also follow text.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ MARKERS = (BEGIN, END)
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 BEGINS = (BEGIN, FUNCTION)
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-# Models can forget the end tag of a parameter. So a line that begins like the next part also ends
-# the parameter.
+# Models can forget the end tag of a parameter. So a line that begins with the tag of the next
+# parameter, or with the end tag of the function, also ends the parameter.
 ENDS = (END_PARAMETER, "\n" + PARAMETER, "\n" + END_FUNCTION)
 
 
@@ -67,8 +67,8 @@ def copy_tagged_calls(
             scanner.content(marker + scanner.give_back(closing))
             marker = closing
             continue
-        # Models can forget the first marker. Then the text is a call only if it has the name of a
-        # given tool.
+        # If a model forgets the first marker, the text is a call only if it has the name of a given
+        # tool.
         if closing != ">" or not name or (marker == FUNCTION and name not in tools):
             scanner.content(marker + scanner.give_back())
             marker = yield from scanner.copy_until(begins, scanner.content)

@@ -103,7 +103,7 @@ _CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
     ("dim_96", {"dim": 96}, _SINCE_9, "head size 96 "),
     ("dim_256", {"dim": 256}, _SINCE_9, "head size 256 "),
     ("dim_272", {"dim": 272}, REFUSED, "head size 272 "),
-    # If a device refuses this call, the layers add a query head of zeros after each query head.
+    # Because this call is refused, the layers add a query head of zeros after each query head.
     ("dim_256_own_keys", {"dim": 256, "kv_heads": 4}, REFUSED, "head size 256 "),
     # This is the shape of GLM-5's prompts: keys have 192 + 64 elements, and values have 256.
     (

@@ -21,8 +21,8 @@ from dist_aclgraph.serve.openai.text_parts import (
 from dist_aclgraph.serve.openai.tools import MAX_CALLS, call_for_template
 
 TEXT_BLOCKS = ("document", "search_result")  # types of a user's blocks that consist of text
-# Claude Code sends a block with this text before its system prompt. The block differs in each
-# request, so the requests' prompts would have no common prefix.
+# Claude Code sends a block with this text before its system prompt. The block is removed, because
+# it differs in each request. With this block, the prompts would have no common prefix.
 BILLING = "x-anthropic-billing-header:"
 _NOTHING = (b"", b"null")
 
@@ -95,8 +95,8 @@ def read_messages(messages: Raw, system: Raw) -> list[dict[str, Any]]:
 
 
 def continues(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the answer continues the last message: a message of the assistant that has
-    content and no calls.
+    """Return whether the answer continues the last message. This is the case if the last message is
+    of the assistant, has content, and has no calls.
     """
     last = messages[-1]
     return last["role"] == "assistant" and bool(last["content"]) and not last["tool_calls"]

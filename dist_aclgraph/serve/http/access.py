@@ -3,12 +3,12 @@ key, the host, and the site of the web page.
 
 A page of another site can make a browser send requests to this service. The browser sends no
 preflight before a request that an HTML form could also send. A form cannot send JSON, so a POST
-must be JSON. A POST must not come from a page of another site, unless ``serve.allowed_origins``
+must be JSON. A POST from a page of another site is refused, unless ``serve.allowed_origins``
 contains the site's origin. The CORS headers tell browsers which origin is allowed.
 
 The owner of a domain can let the domain's name point to this machine (DNS rebinding). So on
-loopback without API keys, ``Host`` must not be a name that another person may own. It may be a name
-of this machine, an address, or a name without a dot (e.g. the name of an nginx upstream).
+loopback without API keys, ``Host`` must not be a name that another person may own. ``Host`` may be
+a name of this machine, an address, or a name without a dot (e.g. the name of an nginx upstream).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Access:
             The request's key; None if the request needs no key.
 
         Raises:
-            ForbiddenError: the request names another host, or comes from a page of another site.
+            ForbiddenError: the request names a host, or comes from a site, that is not allowed.
             UnauthorizedError: the request needs a key, but has no valid key.
             NotJsonError: the body is not JSON, or is compressed.
         """

@@ -1,4 +1,5 @@
-"""One client's connection, which limits how much and how slowly a client may send.
+"""One client's connection, which limits the bytes that a client may send, and the time in which the
+client must send them.
 
 No proxy protects the server, so the connection itself limits headers, slow senders and slow
 readers. A ``ConnectionRecord`` stores everything that another process needs to continue the
@@ -63,8 +64,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     Args:
         record: the record of the connection.
-        is_resumed: whether a previous process accepted the connection. If so, ``resume`` parses the
-            bytes that the record contains.
+        is_resumed: whether a previous process accepted the connection. If true, ``resume`` parses
+            the bytes that the record contains.
 
     Attributes:
         is_writable: set while no bytes wait to be sent.
@@ -91,8 +92,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._is_in_headers = False
         self._is_refused = False  # whether the request whose body is being read was refused
-        # Number of bytes since the last beginning of a request, a chunk or a piece of a body. These
-        # bytes are headers, a chunk's extension, or trailers, which the parser keeps in memory.
+        # Number of bytes that have arrived since the last request, chunk or piece of a body began.
+        # These bytes are headers, a chunk's extension, or trailers, which the parser keeps in
+        # memory.
         self._num_header_bytes = 0
         self._has_begun = False  # whether a request, chunk or piece has begun
 

@@ -1,7 +1,7 @@
 """The outermost layer of the API. It refuses requests before their bodies are read.
 
-If no slot is free, a server with support for ``GatedApp`` refuses a request as soon as it has read
-the request's first line.
+If no slot is free, a server with support for ``GatedApp`` reads only the first line of a request,
+and then refuses the request.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Edge:
         service is full.
         """
         slots = self._state.slots
-        if self._access.origins:  # the CORS headers depend on the request's headers
+        # The refusal would need CORS headers. They depend on headers that have not been read yet.
+        if self._access.origins:
             return None
         if method == b"POST" and path in _GENERATING_BYTES and slots.is_full:
             self._state.metrics.refused(503)

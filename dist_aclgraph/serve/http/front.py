@@ -1,4 +1,4 @@
-"""The application of the server. While there is no API, it responds with 503.
+"""The application of the server. While there is no API, this application responds with 503.
 
 The application always serves the status page, which shows why there is no API, and polls until
 there is an API. While there is no API, other requests wait for a moment before they get the 503.

@@ -19,8 +19,8 @@ class _Usage:
 
     Attributes:
         running: number of requests in progress.
-        tokens: number of requests that may begin now, computed as a token bucket. Its maximum is
-            the number of requests that may begin in one minute.
+        tokens: number of requests that may begin now, computed as a token bucket. The maximum of
+            ``tokens`` is the number of requests that may begin in one minute.
         counted_s: the time at which ``tokens`` was computed.
     """
 
@@ -43,7 +43,7 @@ class KeyLimits:
         """Count a request that begins. If no error is raised, the caller must later call ``end``.
 
         Args:
-            is_owed: whether a previous process has accepted the request. If so, the request is
+            is_owed: whether a previous process has accepted the request. If true, the request is
                 counted as running, but never refused.
 
         Raises:

@@ -1,8 +1,9 @@
 """Prometheus metrics of the ingress, and of the engines, which the ingress queries.
 
 The engine's answer to ``Query("metrics")`` is one JSON object. ``ENGINE_METRICS`` says where each
-metric's value is in this object. If a value is itself an object, each of its keys gives one sample:
-the key is the value of the label that ``ENGINE_METRICS`` names.
+metric's value is in this object. If a metric's value is itself an object, each entry of this object
+becomes one sample. ``ENGINE_METRICS`` names a label for the samples; the entry's key is the label's
+value.
 """
 
 from __future__ import annotations

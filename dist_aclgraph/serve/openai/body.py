@@ -81,7 +81,7 @@ class BodyBudget:
     """Counts the bytes of all request bodies and journals in memory. Only one event loop may use
     this object.
 
-    Journals get no more than half of the limit, so that requests need not wait for journals.
+    Journals get at most half of the limit, so that requests need not wait for journals.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -120,8 +120,8 @@ class HeldBody:
 
     Args:
         copies: number of copies of each byte in memory.
-        is_owed: whether a previous process has accepted the request. If so, the request's bytes are
-            counted, but the request is never refused.
+        is_owed: whether a previous process has accepted the request. If true, the request's bytes
+            are counted, but the request is never refused.
     """
 
     def __init__(self, budget: BodyBudget, receive: Receive, *, copies: int, is_owed: bool) -> None:
@@ -153,8 +153,8 @@ class Body(msgspec.Struct, kw_only=True, gc=False):
     refuses unknown fields.
 
     Attributes:
-        PARTS: for each field that is decoded later, the class of the field's value. If the value is
-            a list, it is the class of the list's items.
+        PARTS: for each field that is decoded later, the class of the field's value. For a list, the
+            class of the list's items.
     """
 
     PARTS: ClassVar[Mapping[str, type[Body]]] = {}

@@ -13,8 +13,8 @@ class CompletionSlots:
     """Counts a completion from the moment at which the first byte of its request arrives. For one
     event loop only.
 
-    A request that has arrived at an engine counts twice, because the limit of the engine's queue
-    also applies to it.
+    A request keeps its slots while it waits in the queue of an engine. This queue has its own
+    limit.
 
     Args:
         of_a_group: number of completions that may run or wait in one group.
@@ -53,7 +53,7 @@ class CompletionSlots:
         """Reserve slots for completions.
 
         Args:
-            is_owed: whether a previous process has accepted the request. If so, the request gets
+            is_owed: whether a previous process has accepted the request. If true, the request gets
                 slots even if no slot is free.
 
         Raises:

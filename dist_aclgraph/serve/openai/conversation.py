@@ -25,8 +25,8 @@ from dist_aclgraph.serve.resume.journal import Chance
 from dist_aclgraph.text.chat_template import ChatOptions
 from dist_aclgraph.text.structure import Thinking
 
-# The last tokens of a prompt show whether the prompt has opened the reasoning. If a message is
-# continued, all its tokens after the marker of the reasoning are read.
+# The last tokens of a prompt show whether the prompt has opened the reasoning. If the answer
+# continues a message, all tokens of this message after the reasoning's begin marker are read.
 TAIL_TOKENS = 64
 
 
@@ -42,7 +42,7 @@ class Conversation:
         messages: the messages, in the form that chat templates need.
         params: sampling parameters; ``max_tokens`` is None if the request gives no limit.
         is_unlimited: whether only the context limits the length of the answer. If false, the
-            model's recommended maximum limits it, too.
+            model's recommended maximum is also a limit.
         options: the options for making the prompt from the messages, and the definitions of
             ``tools``.
         tools: the tools that the answer may call; None if it may not call tools.
@@ -192,9 +192,10 @@ async def _with_form(
 ) -> SamplingParams:
     """Return parameters with the grammar of the answer.
 
-    Required calls follow the schemas of the tools. If the schema of a tool that is not strict
-    cannot be used, the tool's arguments may be any object. If the grammar is too large, or cannot
-    be made for another reason, the arguments of all tools that are not strict may be any object.
+    Required calls follow the schemas of the tools. If the schema of a tool cannot be used, and the
+    tool is not strict, the tool's arguments may be any object. If the grammar cannot be made for
+    another reason, for example because it is too large, this applies to all tools that are not
+    strict.
 
     Raises:
         InvalidParameterError: the output format, or a strict tool's schema, cannot be used.
@@ -259,7 +260,7 @@ def _has_opened(state: ApiState, ids: list[int], thinking: Thinking, *, continue
         return False
     rest = ids[len(ids) - ids[::-1].index(thinking.begin) :]
     if thinking.end in rest or not set(state.tokenizer.eos_ids).isdisjoint(rest):
-        return False  # the reasoning or its message has ended
+        return False  # the reasoning, or the message that contains it, has ended
     text = state.tokenizer.text_of(rest, skip_special_tokens=False)
     has_ended = thinking.end < 0 and state.answers.thought.end in text
     return not has_ended and (continues or not text.strip())

@@ -70,8 +70,8 @@ def decode_prompts(
 def check_num_strings(data: bytes, most: int, param: str) -> None:
     """Raise an error if the number of strings in an array certainly exceeds ``most``.
 
-    Every quote within a string has a backslash before it, so at most two quotes for each string
-    have no backslash before them.
+    A quote within a string has a backslash before it. So each string has at most two quotes without
+    a backslash before them.
     """
     if data.count(b'"') - data.count(b'\\"') > 2 * most:
         raise InvalidParameterError(f"{param} has more than {most} strings", param)

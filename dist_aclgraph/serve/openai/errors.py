@@ -69,7 +69,9 @@ class UnauthorizedError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """The request comes from a page of another site, or names another host."""
+    """The request comes from a page of a site that is not allowed, or names a host that is not
+    allowed.
+    """
 
     code = "forbidden"
 
@@ -77,8 +79,8 @@ class ForbiddenError(RequestError):
 class ThreadError(RequestError):
     """The client asks the service to keep the conversation.
 
-    Anthropic's clients recognise the error by its code. They then send the whole conversation in
-    each request.
+    Anthropic's clients recognise the error by its code. After this error, these clients send the
+    whole conversation in each request.
     """
 
     code = "thread_unsupported_request"

@@ -385,8 +385,8 @@ class Generation:
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of ``work``, unless the client disconnects first.
 
-    The caller must have read the request's body, so that the next message is the end of the
-    connection.
+    The caller must have read the request's body, so that the next message from ``receive`` reports
+    the end of the connection.
 
     Raises:
         ClientGoneError: the client closed the connection; ``work`` is cancelled.

@@ -1,5 +1,5 @@
 """Passes deltas from the engine client's thread to the event loop, and requests from the event loop
-to this thread.
+to the engine client's thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Inbox:
         self._is_called = False
 
     def put(self, take: Take, delta: RequestDelta) -> None:
-        """Call ``take`` with ``delta`` on the loop, in the order of the calls of ``put``.
+        """Call ``take`` with ``delta`` on the event loop. Deltas arrive there in the order of the
+        calls of ``put``.
 
         The engine client's thread calls this. ``take`` must not raise.
         """

@@ -4,8 +4,8 @@ service generate the answer.
 The first service answers when the prompt's blocks are in files. The second service finds the files
 by the hashes of the prompt's tokens, so it needs no parameter if both services share files. If the
 services share a secret instead (``kv.peers_key_file``), the answer of the first service contains a
-ticket. The second service uses the ticket to fetch the files. The second service computes the
-tokens whose files it does not find.
+ticket. The second service uses the ticket to fetch the files. If files are missing, the second
+service computes the KV of their tokens.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ def check_transfer(state: ApiState, transfer: Transfer) -> BlockSource | None:
 def transfer_of(generation: Generation, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return additional fields of an answer; empty if no router has requested the prompt's KV.
 
-    The field is ``kv_transfer_params``. It contains the parameters that the other service needs to
-    continue. It is null if the answer is already complete. The block ids are the names of the
-    prompt's files.
+    The field is ``kv_transfer_params``. The field contains the parameters that the other service
+    needs to continue. The field is null if the answer is already complete. The block ids are the
+    names of the prompt's files.
     """
     if generation.role != "prefill":
         return {}

@@ -109,7 +109,8 @@ class ApiState:
         endpoint = config.serve.traces
         self.traces = Traces(endpoint, config.name) if endpoint is not None else None
         self.status = StatusNumbers(config.name, self.metrics, client)
-        # With None, Python takes the seed from the system. A configured seed is below 2**31.
+        # With None, Python takes the seed from the system. A configured seed is below 2**31, so the
+        # replicas' seeds are all different.
         seed = None if config.seed is None else config.seed + (replica << 31)
         self._seeds = random.Random(seed)
         self._boxes: tuple[Inbox, Outbox] | None = None

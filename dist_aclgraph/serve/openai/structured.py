@@ -253,7 +253,7 @@ def _find_schema(found: ResponseFormat, raw: Raw) -> tuple[Raw, str]:
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have no properties besides the listed ones."""
+    """Return a schema whose objects have only the properties that the schema lists."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):

@@ -136,8 +136,8 @@ class ToolUse:
 def read_tools(
     tools: Raw, choice: Raw, is_parallel: bool | None, *, is_strict: bool
 ) -> tuple[ToolUse | None, list[str]]:
-    """Return the tools of a request, and the fields whose tools are left out
-    (``leave_out_hosted``). In place of the tools, return None if there are no tools.
+    """Return two values: the tools of a request, or None if there are no tools; and the fields
+    whose tools are left out (``leave_out_hosted``).
 
     Raises:
         InvalidParameterError: a definition or the choice is wrong; the error names the field.
@@ -191,8 +191,8 @@ def decode_tools(tools: Raw, kind: type[T]) -> list[T]:
 def leave_out_hosted(
     tools: Sequence[T], type_of: Callable[[T], str], *, is_strict: bool
 ) -> tuple[dict[int, T], list[str]]:
-    """Return the tools that the model may see, by their positions, and the fields of the other
-    tools.
+    """Return two values: a mapping from positions to the tools that the model may see; and the
+    fields of the other tools.
 
     A tool that a provider runs itself, such as ``web_search``, is left out, because no client can
     run it. If ``is_strict`` is true, all tools are returned, and ``check_type`` later refuses such

@@ -50,7 +50,7 @@ class OutputItems:
         """Add events of one piece.
 
         Args:
-            logprobs: log-probabilities of the piece's tokens. They become a part of the last
+            logprobs: log-probabilities of the piece's tokens, which become a part of the last
                 content in ``events``.
         """
         found = list(events)

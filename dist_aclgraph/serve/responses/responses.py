@@ -27,8 +27,8 @@ from dist_aclgraph.serve.responses.types import ResponsesRequest
 from dist_aclgraph.serve.resume.journal import Chance
 
 Json = dict[str, Any]
-# A comment of the stream, which clients ignore. It is sent while the generation continues without
-# visible output.
+# A comment of the stream, which clients ignore. This comment is sent while the generation continues
+# without visible output.
 NOTHING_YET = b": \n\n"
 
 

@@ -1,5 +1,5 @@
-"""Reads two counts of a TCP connection: the bytes that were read from it, and the bytes that were
-sent over it.
+"""Reads the number of bytes that were read from a TCP connection, and the number of bytes that were
+sent over the connection.
 """
 
 from __future__ import annotations

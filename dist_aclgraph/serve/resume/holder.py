@@ -119,7 +119,9 @@ class HolderLink:
 
 
 class ConnectionHolder:
-    """The supervisor's side of the link. Owns the descriptors that it holds."""
+    """The supervisor's side of the link. Owns the supervisor's descriptors of connections and
+    journals.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, HeldConnection] = {}

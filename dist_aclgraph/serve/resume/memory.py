@@ -51,7 +51,7 @@ class JournalMemory:
         num_read: bytes read from the connection until the journal was cleared.
         num_sent: bytes sent over the connection until the journal was cleared.
         is_void: whether bytes that were read or sent are missing in the journal.
-        is_new: whether ``begin`` was not called yet, so that the counts are unknown.
+        is_new: true until ``begin`` is called; the counts are unknown until then.
 
     Raises:
         OSError: the memory cannot be mapped.

@@ -127,7 +127,8 @@ class ConnectionRecord:
         number of connections. Call this before any byte is read from or sent over the connection.
 
         If the process is killed after it has accepted a connection and before the supervisor has
-        the connection's descriptor, the connection ends. So this descriptor is sent first.
+        the connection's descriptor, the connection ends. So the descriptor is sent at once, before
+        anything is read.
         """
         self._descriptor = descriptor
         if self._memory is not None:

@@ -1,5 +1,5 @@
-"""Ling 2.0 and Ring 2.0 (BailingMoeV2): partly rotated heads and experts as in GLM-4.5, with other
-names of weights. Queries, keys and values are one stored matrix.
+"""Ling 2.0 and Ring 2.0 (BailingMoeV2). Heads are partly rotated, and experts are chosen, as in
+GLM-4.5. The weights have other names. Queries, keys and values are one stored matrix.
 """
 
 from __future__ import annotations

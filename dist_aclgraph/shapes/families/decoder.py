@@ -34,7 +34,8 @@ def read_decoder(
             without this value. None means that the family rotates whole heads.
         num_draft_layers: number of next-token modules whose weights the family publishes.
         ropes_by_type: whether layers with a window may have a separate rotary embedding.
-        activations: activations that the family may have; the first one is its default.
+        activations: activations that the family may have; the first activation is the family's
+            default.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.

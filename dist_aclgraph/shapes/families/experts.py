@@ -1,4 +1,4 @@
-"""Experts as DeepSeek describes them, and the rules for the experts of all families."""
+"""Reads the experts of DeepSeek's models, and checks the experts of all families."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIN_EXPERTS_OF_A_GROUP = 3  # required by npu_moe_gating_top_k
 
 
 def checked_experts(config: ModelConfig, experts: ExpertSpec) -> ExpertSpec:
-    """Return the experts; refuse numbers of groups and experts that contradict each other.
+    """Check the numbers of groups and experts, and return the experts.
 
     Raises:
         ModelError: the numbers of groups and experts contradict each other.
@@ -68,7 +68,7 @@ def read_deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec | N
     scoring, method = ("sigmoid", "noaux_tc") if is_v3 else ("softmax", "greedy")
     scoring = config.text("scoring_func", scoring)
     method = config.text("topk_method", method)
-    if is_v3 and scoring == "noaux_tc":  # dots.llm1 has topk_method's value in scoring_func
+    if is_v3 and scoring == "noaux_tc":  # dots.llm1 stores topk_method as scoring_func
         scoring = "sigmoid"
     known = (
         (("sigmoid", "noaux_tc"),)

@@ -18,7 +18,8 @@ PUBLISHED_NAMES = WeightNames(
     ),
     of_experts=OF_EXPERTS,
 )
-# transformers 5.23 writes the same names, except that all layers have the prefix of expert layers.
+# transformers 5.23 writes the names of ``PUBLISHED_NAMES``, but all layers have the prefix of
+# layers with experts.
 SAVED_NAMES = WeightNames(changes=((".mlp.", ".block_sparse_moe."),), of_experts=OF_EXPERTS)
 
 

@@ -1,4 +1,6 @@
-"""DeepSeek V3.2 and GLM-5: DeepSeek V3 whose queries attend to keys that an indexer chooses."""
+"""DeepSeek V3.2 and GLM-5: variants of DeepSeek V3 in which an indexer chooses the keys to which a
+query attends.
+"""
 
 from __future__ import annotations
 
