@@ -70,7 +70,7 @@ class SeldomEvent:
         self._next_s = -math.inf  # earliest time of the next line
 
     def note(self, **fields: Any) -> None:
-        """Count the event, and write it if the last line is old enough."""
+        """Count the event. Write a line if ``SELDOM_S`` has passed since the last line."""
         self._count += 1
         now_s = self._clock()
         if now_s >= self._next_s:
@@ -80,7 +80,9 @@ class SeldomEvent:
 
 @contextmanager
 def logged(source: logging.Logger, name: str, **fields: Any) -> Iterator[None]:
-    """Write the events ``NAME_begun``, and ``NAME_done`` or ``NAME_failed`` with the time taken."""
+    """Write the event ``NAME_begun``, and at the end ``NAME_done`` or ``NAME_failed`` with the
+    duration.
+    """
     begin_s = time.monotonic()
     event(source, f"{name}_begun", **fields)
     try:
@@ -97,9 +99,9 @@ class ProcessLog:
 
     Attributes:
         role: the purpose of the process.
-        group, rank, get_epoch: the process's group and rank, and a function that returns its epoch;
-            None while they are unknown. Each line contains the values that are valid when it is
-            written.
+        group, rank, get_epoch: the group and rank of the process, and a function that returns the
+            group's epoch. Group, rank and epoch are None while they are unknown. Each line contains
+            the values at the time when it is written.
         folder: the folder of the files; None while there are no files.
     """
 
@@ -119,7 +121,7 @@ class ProcessLog:
 
         Args:
             has_terminal: whether a user reads this process's stderr. If so, warnings that are not
-                events are written to the log and, as sentences, to stderr.
+                events are also written to stderr.
         """
         main: logging.Handler = _StderrHandler()
         access, problem = main, ""
@@ -211,7 +213,7 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _TerminalHandler(_StderrHandler):
-    """Writes warnings for a user, without times and names. Events are not written, because they are
+    """Writes warnings for a user as ``LEVEL: MESSAGE``. Events are not written, because they are
     not sentences.
     """
 

@@ -69,15 +69,15 @@ class Arguments:
             return end
         raw, end = yield from self._read_raw(ends)
         value = as_json(raw.removesuffix("\n") if trims else raw, types)
-        # A value without its end may have been converted to a string only because the end is
-        # missing. So such a string is not emitted.
+        # If the answer ended within the value, the value may have become a string only because it
+        # is incomplete. Such a string is not emitted.
         if end is not None or not value.startswith('"'):
             self._scanner.arguments(value)
         return end
 
     def _copy_all(self, name: str, ends: Sequence[str], *, trims: bool) -> Scan[str | None]:
-        """Read a value that may be an object with all arguments. Any other value is the value of
-        the argument ``name``.
+        """Read a value. A JSON object of the tool's parameters is copied as all arguments of the
+        call. Any other value becomes the value of the argument ``name``.
         """
         raw, end = yield from self._read_raw(ends)
         found = self._object_of(raw)
@@ -125,8 +125,8 @@ class Arguments:
             if num_chars > MAX_HELD_CHARS or has_marker:
                 break
         if is_string and len(pieces) > 1:
-            # Later values are read without a search for the end of a string. Each such search may
-            # read all of the remaining text.
+            # This disables the search for the end of a string in later values, because each such
+            # search may read all of the remaining text.
             self._scanner.strings_end = False
             self._scanner.unread("".join(pieces[2:]) + (last or ""))
             pieces, last = [first], end
@@ -190,8 +190,8 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
         except ValueError:
             pass
         else:
-            # If a string is allowed, a Python literal that is neither JSON nor a constant may be a
-            # string without quotes.
+            # Text that is neither JSON nor a constant may be a string without quotes. It is read as
+            # a Python literal only if the types allow an array or an object, and no string.
             is_sure = found == stripped or stripped in WORDS
             is_needed = bool(types & {"array", "object"}) and "string" not in types
             if has_type(value, types) and (is_sure or is_needed):

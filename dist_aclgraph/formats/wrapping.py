@@ -1,4 +1,6 @@
-"""Reads and describes answers whose text is between two markers. The markers are not content."""
+"""Reads answers whose text is between two markers, and builds grammars for them. The markers are
+not content.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +36,6 @@ def read_wrapped(
 
 
 def lark_wrapped(lark: Lark, around: tuple[str, str], content: str) -> str:
-    """Return an expression for content that may be between the two markers, which are tokens."""
+    """Return a Lark expression for ``content`` with or without the two markers around it."""
     begin, end = map(lark.text, around)
     return f"({begin})? ({content}) ({end})?"

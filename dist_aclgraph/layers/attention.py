@@ -94,8 +94,8 @@ class DeviceRows:
     new keys. Both are on the device.
 
     Some operators read their lengths on the device. In a captured graph, these operators need no
-    update. If the cache is sharded, lengths and slots belong to the cache of index keys, which is
-    not sharded.
+    update. If the KV cache is sharded, the lengths and slots of this object are for the cache of
+    index keys. Every rank has all index keys.
 
     Attributes:
         query_ends, kv_lens: [num_reqs] int32, as in ``AttentionMetadata``.
@@ -113,11 +113,11 @@ class DeviceRows:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """The first tokens of a step. An indexer chooses keys on all shards for these tokens. The rank
-    of each shard computes their attention to the chosen keys of its shard.
+    """The first tokens of a step, for which an indexer chooses keys on all shards. Each rank
+    computes the attention of these tokens to the chosen keys on its shard.
 
     Attributes:
-        place: the indices of this rank in the context parallel groups, and of its shard.
+        place: the index of this rank in each context parallel group, and the index of its shard.
         block_table: [n, max_blocks] int32, the blocks of each token's request.
         query_ends: [1] int32, contains n. The operator gets the n tokens as the queries of one
             request, and all keys of the shard as the keys of this request.

@@ -29,12 +29,12 @@ NOTHING = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The groups in which one rank shares the context of its requests with other ranks.
+    """The context parallel groups of one rank.
 
     Attributes:
         dcp: ranks that share a request's KV, ordered by PCP rank, then by heads.
-        pcp: ranks that share the computation of a request's prompt. A group ``dcp`` of more than
-            one rank contains all ranks of ``pcp``.
+        pcp: ranks that share the computation of a request's prompt. If ``dcp`` has more than one
+            rank, it contains all ranks of ``pcp``.
     """
 
     dcp: CommGroup = ALONE
@@ -50,8 +50,8 @@ class ContextParallel:
 
     @property
     def num_head_ranks(self) -> int:
-        """Number of ranks of ``dcp`` that together have each query head once. The other ranks have
-        copies of the same heads.
+        """Number of ranks of ``dcp`` whose query heads differ. The other ranks have copies of these
+        heads.
         """
         return self.dcp.size // self.pcp.size if self.is_sharded else 1
 
@@ -90,12 +90,13 @@ class ContextParallel:
                 row of ``out`` and ``sums`` is meaningless.
 
         Returns:
-            [n, heads, d] float32; a row is zero if no shard has a key for it.
+            [n, heads, d] float32. The result of a query is zero if no shard has a key for the
+            query.
         """
         n, d, size = len(out), out.shape[2], self.num_head_ranks
         out = out.float().masked_fill(is_empty, 0)
         sums = sums.masked_fill(is_empty, NOTHING)
-        # One row for each receiver: the results of the receiver's heads, then their log-sum-exps.
+        # Each receiving rank gets one row: the results of its heads, then their log-sum-exps.
         outs, logs = (x.reshape(n, size, -1).transpose(0, 1).flatten(1) for x in (out, sums))
         count = logs.shape[1]
         sent = torch.cat([outs, pad(logs, (0, -count % ALIGNED_FLOATS))], 1)
@@ -112,8 +113,8 @@ class ContextParallel:
         """Gather cache rows of all shards, [shards * m, width]; ``find_keys`` explains their order.
 
         Args:
-            caches: this shard's tensors, [num_slots, ...]. The rows of a slot in all tensors are
-                joined to one row.
+            caches: this shard's tensors, [num_slots,...]. Each returned row contains the rows of
+                one slot in all tensors.
             own: [m], the slots of this shard whose rows are read.
         """
         rows = [cache.index_select(0, own).flatten(1) for cache in caches]

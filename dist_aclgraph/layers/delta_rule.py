@@ -32,7 +32,7 @@ class DeltaInputs:
     the tokens of prompts.
 
     Attributes:
-        q, k: [n, num_key_heads, key_dim]; each row is a vector of length one.
+        q, k: [n, num_key_heads, key_dim]; each row has the Euclidean norm 1.
         v: [n, num_value_heads, value_dim].
         g: [n, num_value_heads] or [n, num_value_heads, key_dim] float32, the logarithm of the
             decay, which is at most 0.
@@ -172,7 +172,7 @@ def rule_for(dtype: torch.dtype, *, decays_by_channel: bool) -> DeltaRule:
 
 def _in_float32(inputs: DeltaInputs) -> tuple[Tensor, ...]:
     """Return q, k, v, g and beta in float32, with one row for each value head. q is multiplied by
-    its scale, and g has the shape [n, heads, 1 or key_dim].
+    ``inputs.scale``, and g has the shape [n, heads, 1 or key_dim].
     """
     group = inputs.v.shape[1] // inputs.q.shape[1]
     q, k = (x.float().repeat_interleave(group, 1) for x in (inputs.q, inputs.k))
@@ -225,7 +225,7 @@ def _run_chunks(
     weighted = k * beta
     system = _inverse_of_unit_triangle(_decayed_products(weighted, k, sums).tril(-1))
     own = _decayed_products(q, k, sums)
-    changes = system @ (v * beta)  # computed as if the state before the chunk were zero
+    changes = system @ (v * beta)  # the changes if the state before the chunk is zero
     reads = system @ (weighted * sums.exp())
     queries, end = q * sums.exp(), sums[:, :, -1:]
     keys, kept = k * (end - sums).exp(), end.exp()

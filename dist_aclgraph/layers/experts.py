@@ -76,7 +76,7 @@ class ExpertLayer:
             expert parallelism.
     """
 
-    quantises_rows: ClassVar[bool] = False  # false, because the router needs its input in floats
+    quantises_rows: ClassVar[bool] = False  # because the router needs rows in floats
 
     router: Router
     local: LocalExperts
@@ -103,8 +103,8 @@ class ExpertLayer:
         return self._exchanged(x, slots, self.exchanges[step.exchange], step.tally)
 
     def _is_together(self, step: ExpertStep) -> bool:
-        """Return whether this step needs no exchange, because every rank runs all tokens through
-        its own experts.
+        """Return whether every rank runs all tokens of the step through its own experts, without an
+        exchange.
 
         This is possible if the ranks of the tensor parallel group together have all experts.
         """
@@ -118,18 +118,20 @@ class ExpertLayer:
     def _exchanged(
         self, x: Tensor, slots: Tensor, exchange: Exchange, tally: Tensor | None
     ) -> Tensor:
-        """Exchange this rank's slice of the tokens, then join the slices of all ranks."""
+        """Compute this rank's slice of the tokens by ``exchange``, then gather the results of all
+        slices.
+        """
         tp, n = self.groups.tp, x.shape[0]
-        # Only the last ranks have too few tokens, but every rank runs the padding operators,
-        # because all ranks must capture the same operators.
+        # Padding makes all slices equally long. Every rank runs the padding operators, because all
+        # ranks must capture the same operators.
         missing = -n % tp.size
         if missing:
             x = pad(x, (0, 0, 0, missing))
             slots = pad(slots, (0, missing), value=PADDING_SLOT)
         m = x.shape[0] // tp.size
         mine = slice(tp.rank * m, (tp.rank + 1) * m)
-        # The slots are gathered, because a view of them could begin at any address, but operators
-        # need addresses that are multiples of 32 bytes.
+        # ``index_select`` copies the slots. A view of the slots could begin at any address, but
+        # operators need addresses that are multiples of 32 bytes.
         rows = torch.arange(mine.start, mine.stop, dtype=torch.int32, device=x.device)
         with self._running_shared(x) as shared:
             own = x[mine]

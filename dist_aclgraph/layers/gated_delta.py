@@ -77,7 +77,7 @@ class GatedDelta:
 
     Attributes:
         unit: [key_dim] float32, filled with ``key_dim ** -0.5``. An RMS norm with this weight
-            returns rows of length one.
+            returns rows with the Euclidean norm 1.
     """
 
     num_key_heads: int
@@ -133,13 +133,15 @@ class GatedDelta:
         n, heads, d = mixed.shape[0], 2 * self.num_key_heads, self.key_dim
         v = mixed[:, heads * d :].to(beta.dtype).view(n, self.num_value_heads, self.value_dim)
         rows = mixed[:, : heads * d].reshape(n, heads, d)
-        # The norm adds its epsilon to the mean of ``d`` squares, not to their sum.
+        # ``UNIT_EPS`` is for the sum of ``d`` squares, but the norm adds its epsilon to their mean.
         rows = torch.ops.npu.npu_rms_norm(rows, self.unit, UNIT_EPS / d)[0].to(beta.dtype)
         q, k = rows.chunk(2, 1)
         return DeltaInputs(q, k, v, g, beta)
 
 
 def _begin(states: Tensor, at: PromptStates) -> Tensor:
-    """Return the states from which prompts begin, [num_reqs, ...]: zeros for new requests."""
+    """Return the states before the prompts' first tokens, [num_reqs,...]. A new request's state is
+    zero.
+    """
     found = states.index_select(0, at.sources)
     return found.masked_fill(at.is_new.view(-1, *[1] * (found.dim() - 1)), 0)

@@ -110,9 +110,7 @@ class Int8SwigluProduct:
         return cls(in_blocks(product.weight), product.scale)
 
     def __call__(self, rows: Rows, counts: Tensor) -> Int8Rows:
-        """Return the input of the product with the weights of down: [rows, hidden] -> [rows,
-        width].
-        """
+        """Map [rows, hidden] to the activated values, [rows, width]."""
         rows = quantised(rows)
         values, scales = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
             rows.values,
@@ -128,8 +126,8 @@ class Int8SwigluProduct:
 def multiply_int8_rows(
     rows: Rows, weight: Tensor, counts: Tensor, scale: Tensor, **others: Any
 ) -> Tensor:
-    """Multiply each group's rows with the group's weight in int8, as ``multiply_groups`` does in
-    floats. Each row is quantised with its own scale, even a row that belongs to no expert.
+    """Multiply each group's rows with the group's weight in int8; see ``multiply_groups``. Each row
+    is quantised with its own scale, even a row that belongs to no expert.
 
     Args:
         scale: the scales of the weights.

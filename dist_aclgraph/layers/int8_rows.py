@@ -44,8 +44,8 @@ def quantised(rows: Rows) -> Int8Rows:
 
 
 def in_floats(rows: Rows) -> Tensor:
-    """Return ``rows``, after an assertion that they are not in int8. Callers pass int8 rows only to
-    int8 products.
+    """Return ``rows``, which must not be in int8. An assertion checks this, because callers pass
+    int8 rows only to int8 products.
     """
     assert not isinstance(rows, Int8Rows)
     return rows

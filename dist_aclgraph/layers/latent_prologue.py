@@ -21,8 +21,8 @@ from dist_aclgraph.layers.linear import Product
 # Value of weight_quant_mode: the rows, and the weights of the three products, are in int8.
 WEIGHTS_IN_INT8 = 2
 # The only sizes that the operator accepts. SIZES: number of elements of a query's latent, of a
-# key's latent, of a head's rotated part, and of a head's other part. HEADS: number of heads on a
-# rank.
+# key's latent, of the rotated part of a head, and of the remaining part of a head. HEADS: number of
+# heads on a rank.
 SIZES = (1536, 512, 64, 128)
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 

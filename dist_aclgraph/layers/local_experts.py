@@ -73,16 +73,14 @@ class GroupedProduct:
 
 
 class InnerProduct(Protocol):
-    """For each expert, multiplies by the weights of gate and up, and applies the activation."""
+    """Multiplies each expert's rows by its weights of gate and up, and applies the activation."""
 
     @property
     def weight(self) -> Tensor:
         """The weights of gate and up, [num_local, hidden, 2 * width]."""
 
     def __call__(self, rows: Rows, counts: Tensor) -> Rows:
-        """Return the input of the product with the weights of down: [rows, hidden] -> [rows,
-        width].
-        """
+        """Map [rows, hidden] to the activated values, [rows, width]."""
 
 
 def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **others: Any) -> Tensor:
@@ -155,7 +153,7 @@ class Xielu:
 
 @dataclass(frozen=True)
 class ClippedSwiglu:
-    """The activation of ``SwigluClip``; columns of gate and up alternate."""
+    """The activation of ``SwigluClip``. In its input, columns of gate and up alternate."""
 
     alpha: float
     limit: float
@@ -242,7 +240,7 @@ class LocalExperts:
             weights if x.dtype == torch.bfloat16 else weights.to(x.dtype),
             order,
             None,
-            drop_pad_mode=3,  # accepts 3-D tensors, and experts of other ranks
+            drop_pad_mode=3,  # this mode accepts 3-D tensors, and ids of other ranks' experts
         )
         return y
 

@@ -1,7 +1,7 @@
 """Attention of requests with many queries to keys that are read chunk by chunk.
 
-``context.prompt_parts`` plans the chunks and launches. Each kind of attention has its own function
-that computes one launch.
+``context.prompt_parts`` divides the keys into chunks, and plans the launches of the operator for
+each chunk. Each kind of attention has its own function that computes one launch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DeviceChunk:
     """The KV tokens whose keys are read together.
 
     Attributes:
-        own: slots that this shard reads for all shards; None if the cache is not sharded.
+        own: slots on this shard whose rows are sent to all ranks; None if the cache is not sharded.
     """
 
     own: Tensor | None
@@ -68,8 +68,8 @@ def attend_parts(
     attend: AttendTo,
     out: Tensor,
 ) -> None:
-    """Compute the rows of ``out`` that belong to the queries of the parts. Every rank reads every
-    chunk.
+    """Compute the rows of ``out`` that belong to the queries of the parts. All ranks must call this
+    function with the same chunks, because a sharded cache is read by collectives.
 
     Args:
         caches: the tensors of the cache, [num_slots, ...] each.

@@ -150,8 +150,8 @@ class RotaryTableSet:
         self._sin: list[Tensor] = []
 
     def add(self, rope: RopeSpec) -> RopeRows | None:
-        """Return the indices of an embedding's tables; None if the embedding rotates no element of
-        a head.
+        """Add the tables of an embedding, and return their indices. Return None if the embedding
+        rotates no element of a head.
         """
         if not rope.num_tables:
             return None

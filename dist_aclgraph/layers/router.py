@@ -107,8 +107,8 @@ class Router:
         if self.scoring == "softmax" and self.renormalizes:
             weights = weights * (self.scale / weights.sum(-1, keepdim=True))
         if self.scoring == "sigmoid" and not self.renormalizes:
-            # The operator always divides sigmoid scores by their sum. This model needs weights that
-            # are not divided, so the weights are computed again.
+            # The operator always divides sigmoid scores by their sum. So weights that must not be
+            # divided are computed again here.
             weights = logits.sigmoid().gather(1, experts.long()) * self.scale
         nowhere = self.weight.shape[1]
         experts = experts.masked_fill((slots == PADDING_SLOT).unsqueeze(1), nowhere)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 Segment = Callable[..., tuple[Tensor, ...]]
-RunSegment = Callable[..., tuple[Tensor, ...]]  # arguments: a segment and its inputs
+RunSegment = Callable[..., tuple[Tensor, ...]]  # runs a segment; arguments: segment, its inputs
 
 
 def work_between(run: RunSegment, work: Callable[[], None]) -> RunSegment:

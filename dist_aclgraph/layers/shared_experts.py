@@ -67,8 +67,8 @@ class SharedExperts:
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield this rank's part of the sum over ranks, [n, hidden]. Its values are complete at the
-        end of the context.
+        """Yield a tensor for this rank's part of the sum over ranks, [n, hidden]. The tensor is
+        complete when the context ends.
         """
         out = torch.empty_like(x)
         if self.side is None:

@@ -344,10 +344,10 @@ class SparseLatentAttention:
         kv_lens: Tensor,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the result of attention to latents, [n, heads, 512]: for each query, the weighted
-        sum of latents. If ``arguments``, the further arguments of the operator, request sums, also
-        return two tensors, [1, n, heads] float32 each: the greatest score of each row, and the
-        row's sum of exponentials.
+        """Return three tensors. The first is the weighted sum of latents for each query, [n, heads,
+        512]. The other two contain the greatest score of each query and head, and the sum of the
+        exponentials, [1, n, heads] float32 each. These two are valid only if ``arguments`` (further
+        arguments of the operator) requests them.
 
         Args:
             keys: latents and rotated keys.

@@ -63,8 +63,9 @@ class DirectLayout:
         lengths: [n] int32, number of tokens of each request, from 1 to ``MAX_DIRECT_TOKENS``.
         starts: [n] int32, for each request, the number of tokens of all requests before it.
         windows: [t, w] int32, for each token, the indices of the w rows that the convolution reads.
-            The rows are: one row for each token, then w - 1 rows of each request's first state. The
-            last of the w rows is the token's row.
+            The rows are in this order: one row for each token, then, for each request, the w - 1
+            rows of its state before the step. The last of a token's w indices is the index of its
+            own row.
         ones: [n] int32, all ones: the value of ``DirectStates.accepted`` in steps without drafts.
         max_tokens: an upper limit of ``lengths``.
     """
@@ -101,9 +102,9 @@ class DirectStates:
     """The slots of requests that update their states token by token.
 
     Each token names the slot that receives the state after this token. So a rejected draft needs no
-    repair: the state before the draft is still in the slot that the previous token has named.
-    ``accepted`` contains, for each request, the number of one of its tokens, counted from 1. The
-    request begins with the state in the slot that this token names.
+    repair: the state before the draft is still in the slot that the previous token has named. A
+    request begins with the state in the slot that its token number ``accepted`` names. Tokens are
+    counted from 1.
 
     For example, the three tokens of a request with two drafts name the slots 4, 5 and 6, and one
     draft is accepted. Then the current state is in slot 5. The next step may name 4, 5, 6 with
@@ -176,9 +177,10 @@ class PromptStates:
             slot.
         is_new: [n] bool, true for a request that has no state yet; such a request begins with a
             state of zeros.
-        padded: [t + n * (w - 1)] int32, an order of the following rows: one row for each token,
-            then w - 1 rows of each request's first state. ``padded`` has, for each request, the
-            indices of the rows of its state, then of its tokens.
+        padded: [t + n * (w - 1)] int32, indices of rows. The rows are in this order: one row for
+            each token, then, for each request, the w - 1 rows of its state before the step.
+            ``padded`` has, for each request, the indices of its state's rows, then of its tokens'
+            rows.
         outputs: [t] int32, for each token, the index in ``padded`` of the first of the token's
             ``w`` inputs.
         tails: [n * (w - 1)] int32, indices in ``padded`` of the last w - 1 inputs of each request.

@@ -40,8 +40,8 @@ class CacheRoom:
 
 
 class LayerAttention(Protocol):
-    """The attention of one layer, in three parts. Piecewise graphs contain the first and the last
-    part.
+    """The attention of one layer, in three parts: ``project``, ``attend`` and ``output``. Piecewise
+    graphs contain ``project`` and ``output``.
     """
 
     @property
@@ -99,7 +99,7 @@ class PagedKind(AttentionKind, Protocol):
     """A kind of attention that keeps keys in blocks. Owns the rotary tables.
 
     Attributes:
-        slot_dtype: type of the slots to which the cache is written.
+        slot_dtype: type of slot numbers that the operator needs to write the cache.
         takes_long_queries: whether requests with many queries may attend directly to a cache that
             is not sharded.
         ropes_written: whether keys are rotated when they are written to the cache, so that the

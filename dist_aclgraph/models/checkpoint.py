@@ -99,7 +99,7 @@ class Checkpoint:
         """Return a whole tensor in float32, even if ``self.dtype`` is another type.
 
         Raises:
-            MissingTensorError: as ``read``.
+            MissingTensorError: see ``read``.
         """
         return self._floats(name, shape, 0, 0, shape[0], torch.float32)
 
@@ -120,7 +120,7 @@ class Checkpoint:
         tensor's end are zero.
 
         Raises:
-            MissingTensorError: as ``read``.
+            MissingTensorError: see ``read``.
         """
         return _padded(self._floats(name, shape, dim, start, stop, self.dtype), dim, stop - start)
 
@@ -145,7 +145,7 @@ class Checkpoint:
                 false, they are vectors, or [in, out] matrices, which may be stored in MXFP4.
 
         Raises:
-            MissingTensorError, UnsupportedModelError: as ``read``.
+            MissingTensorError, UnsupportedModelError: see ``read``.
         """
         if name + mxfp4.BLOCKS in self:
             floats = self._mxfp4_member(name, shape, member, dim, start, stop)
@@ -197,7 +197,7 @@ class Checkpoint:
             out: tensor on the device, with the part's shape and any strides.
 
         Raises:
-            MissingTensorError: as ``read``.
+            MissingTensorError: see ``read``.
         """
         if self._int4_of(name) or self._slice(name, shape).get_dtype() in SCALED:
             out.copy_(self.read_part(name, shape, dim, start, stop).to(out.device))
@@ -230,7 +230,7 @@ class Checkpoint:
         """Return the form in which products use a matrix: ``dtype``, int8, or four bits.
 
         Raises:
-            MissingTensorError: as ``read``.
+            MissingTensorError: see ``read``.
         """
         if (form := self._int4_of(name)) is not None:
             return form
@@ -255,7 +255,7 @@ class Checkpoint:
         Raises:
             ConfigError: ``dtype`` is float32, or the requested range of inputs cuts a group of
                 inputs that share a scale.
-            MissingTensorError: as ``read``.
+            MissingTensorError: see ``read``.
             UnsupportedModelError: the values have offsets.
         """
         self._refuse_float32("four-bit", name)
@@ -278,7 +278,7 @@ class Checkpoint:
         Raises:
             ConfigError: the weight is int8 and ``dtype`` is float32. No operator accepts this
                 combination.
-            MissingTensorError: as ``read``.
+            MissingTensorError: see ``read``.
             UnsupportedModelError: the int8 weight has offsets.
         """
         if self.form_of(name, shape) != torch.int8:
@@ -341,7 +341,7 @@ class Checkpoint:
         form = self._int4_formats.of(self._stored_name(name))
         if form is None:
             return None
-        # A pattern for all matrices also matches embeddings and norms, but these have no scales.
+        # A format's pattern of names can also match embeddings and norms, but these have no scales.
         module = name.removesuffix(".weight")
         has_scales = any(f"{module}.{part}" in self for part in ("weight_scale", "weight_packed"))
         return form if has_scales else None
@@ -451,7 +451,7 @@ class Checkpoint:
 
 
 class _Rows:
-    """Some rows of a stored tensor, with the methods of a slice object of safetensors."""
+    """Some rows of a stored tensor. This class has the methods of safetensors' slice objects."""
 
     def __init__(self, source: Any, rows: RowRange) -> None:
         self._source, self._rows = source, rows

@@ -36,8 +36,8 @@ class Fusion:
         modes: possible values of graph.mode; empty if all values are possible.
         needs: name of another fusion that this operator requires; None if it requires no other
             fusion.
-        place: the report's description of a place of the model where the operator fits; {} stands
-            for the width.
+        place: text of the report that describes one place of the model where the operator fits; {}
+            stands for the width.
     """
 
     name: FusionName

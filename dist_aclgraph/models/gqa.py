@@ -48,7 +48,7 @@ def share_heads(spec: ModelSpec, group: CommGroup) -> HeadShare:
 
     Raises:
         ConfigError: the number of heads is not a multiple of the group size, or the number of KV
-            heads does not fit the group size.
+            heads is neither a multiple nor a divisor of the group size.
     """
     size = group.size
     num_heads = heads_per_rank(spec.num_heads, size, is_latent=False)
@@ -92,8 +92,6 @@ class GroupedQueryAttention:
     ) -> tuple[Tensor, ...]:
         """Return q, k and v, [num_tokens, heads, head_dim] each, the gate [num_tokens, heads *
         head_dim] if there is one, and a tensor for the result.
-
-        q and k are rotated, if the layer rotates them.
         """
         a = self.paged
         num_q, num_kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
@@ -224,7 +222,7 @@ class GroupedQuery:
         return torch.cat([self._paired(q), gates], -1)
 
     def _matrix(self, slices: WeightSlices, name: str, num_heads: int, here: range) -> MatrixPart:
-        """Describe the rows of an [out, in] weight that compute the heads in the range ``here``."""
+        """Return the part of an [out, in] weight that computes the heads in the range ``here``."""
         hidden, d = self._spec.hidden_size, self._spec.head_dim
         return slices.matrix(name, (num_heads * d, hidden), 0, here.start * d, here.stop * d)
 

@@ -23,8 +23,8 @@ from dist_aclgraph.shapes.int4_formats import EXPERT_INPUTS, INT8_GROUP, Int4For
 
 
 class SharedZeros:
-    """Owns one tensor of zeros, as large as the largest shape. Tensors of zeros with smaller shapes
-    are views of it.
+    """Owns a tensor of zeros with the size of the largest requested tensor. Smaller tensors are
+    views of it.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Int4Weights:
             (count, num_inputs, num_outputs // 2), dtype=torch.int8, device=device
         )
         self._scales: list[Tensor] = []  # [groups, outputs] of each matrix
-        self._sums: list[Tensor] = []  # ``Int4Matrix.sums`` of each matrix, if products need it
+        self._sums: list[Tensor] = []  # ``sums`` of each ``PackedInt4Matrix``, if not None
 
     def fill(self, index: int, parts: Sequence[PackedInt4Matrix]) -> None:
         """Write the matrix with the index ``index``. The matrices must be written in order.

@@ -133,7 +133,7 @@ class StoredInt4:
         range is possible.
 
         Raises:
-            ConfigError, MissingTensorError, UnsupportedModelError: as ``read``.
+            ConfigError, MissingTensorError, UnsupportedModelError: see ``read``.
         """
         if dim == 1:
             return self.read(0, 0, self._shape[0]).floats()[: self._shape[0], start:stop]
@@ -284,8 +284,8 @@ def _turned(packed: Tensor) -> Tensor:
 
 
 def _two_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors: the rows with even indices, and the rows with odd indices. If the last
-    odd row is missing, it is filled with zeros.
+    """Return two tensors: the rows with even indices, and the rows with odd indices. If the number
+    of rows is odd, a row of zeros is added to the second tensor.
     """
     rows = pad(rows, (0, 0, 0, len(rows) % 2))
     return rows[::2], rows[1::2]

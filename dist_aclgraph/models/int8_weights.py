@@ -58,5 +58,5 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply a matrix by the scales of its outputs. The shapes must fit for broadcasting."""
+    """Multiply a matrix by the scales of its outputs. The shapes must allow broadcasting."""
     return (weight.float() * scale).to(dtype)

@@ -169,7 +169,8 @@ def load_layer(
         )
     is_first = index in (0, spec.num_layers)  # first layer of the decoder or next-token module
     # An ``Int8Norm`` always adds a residual stream, which the first layer does not have. If
-    # attention and the feed-forward part have the same input, this input cannot be in int8.
+    # attention and the feed-forward part share a norm, ``after_attention`` computes it without this
+    # addition.
     fuses_input = attention.quantises_rows and not is_first and norm is not None
     return DecoderLayer(
         slices.norm_before(input_norm, fuses_input),

@@ -150,7 +150,7 @@ class WeightSlices:
         return stacked
 
     def place(self, weight: Tensor) -> Tensor:
-        """Return a weight as it is used later: contiguous and on the device."""
+        """Copy a weight to the device. Return the copy, which is contiguous."""
         placed = weight.contiguous().to(self.device)
         self.note(placed.nbytes)
         return placed
@@ -167,7 +167,9 @@ class WeightSlices:
     def matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
     ) -> MatrixPart:
-        """Describe the range ``[start, stop)`` of the dimension ``dim`` of an [out, in] weight."""
+        """Return the range ``[start, stop)`` of the dimension ``dim`` of an [out, in] weight as a
+        ``MatrixPart``, which reads nothing.
+        """
         return MatrixPart(f"{name}.weight", shape, dim, start, stop)
 
     def are_int8(self, parts: Sequence[MatrixPart]) -> bool:

@@ -12,7 +12,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 STORED = ("U8",)  # safetensors' name of the stored type of values and powers
 GROUP = 32  # number of values that share a power
 _BIAS = 127  # A stored power is the exponent of two plus this number.
-# The value of each code of E2M1: one sign bit, two bits of the exponent, one bit of the mantissa.
+# The magnitude for each code of E2M1. A code has a sign bit, two exponent bits and a mantissa bit.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 # [256, 2], the two values that each byte contains. The lower half of the byte is the first value.

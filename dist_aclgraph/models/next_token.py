@@ -59,13 +59,13 @@ class NextTokenModule:
         metadata: AttentionMetadata,
         step: ExpertStep,
     ) -> Tensor:
-        """Return the normalised hidden states, [n, hidden], which are the input of ``logits`` and
-        of the next iteration.
+        """Return the normalised hidden states, [n, hidden], which are the input of ``logits``, and
+        of the call for the next draft.
 
         Args:
             token_ids: [n] int32, for each row, the token after its position.
-            hidden: [n, hidden], for each row, the hidden state at its position, from the decoder or
-                from the previous iteration.
+            hidden: [n, hidden], for each row, the hidden state at its position, from the decoder,
+                or from the call for the previous draft.
             positions: [n] int32, the position of each row.
         """
         inputs = (token_ids, hidden)

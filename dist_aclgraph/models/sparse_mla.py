@@ -141,8 +141,8 @@ class MultiHeadSparseAttention:
 
 
 class SparseLatent(LatentKind):
-    """The data that all layers of sparse attention share: the same kinds of data as for other
-    latent attention.
+    """The data that all layers of sparse latent attention share: the rank's heads and the rotary
+    tables.
     """
 
     takes_long_queries = True

@@ -1,1 +1,3 @@
-"""Shapes of models, read from their checkpoints, and the bytes of their parts; without torch."""
+"""Reads the shapes of models from their checkpoints, and computes sizes in bytes. It needs no
+torch.
+"""

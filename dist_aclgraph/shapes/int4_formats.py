@@ -66,7 +66,7 @@ class _Patterns:
     expressions: tuple[re.Pattern[str], ...] = ()
 
     def match(self, module: str) -> bool:
-        """Return whether a pattern matches a name. ``Linear`` is the class of all matrices."""
+        """Return whether a pattern matches a name. The pattern ``Linear`` matches all matrices."""
         is_named = module in self.names or "Linear" in self.names
         return is_named or any(each.match(module) for each in self.expressions)
 
@@ -86,7 +86,8 @@ class Int4Formats:
     Attributes:
         described: maps the stored name of each of ModelSlim's matrices, without ``.weight``, to the
             format of the matrix.
-        groups: groups of compressed-tensors; the first group with a matching pattern counts.
+        groups: groups of compressed-tensors; a matrix belongs to the first group with a matching
+            pattern.
         ignored: patterns of matrices that are in no group.
     """
 

@@ -11,7 +11,7 @@ from dist_aclgraph.errors import ModelError
 
 # The beginning of the file that Git stores in place of a large file.
 POINTER = "version https://git-lfs"
-MAX_JSON_BYTES = 64 << 20  # bytes; enough for an index of a million tensors
+MAX_JSON_BYTES = 64 << 20  # large enough for an index of a million tensors
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

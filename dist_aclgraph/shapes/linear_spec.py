@@ -86,7 +86,7 @@ class LinearSpec:
         _, value_heads = linear_heads_per_rank(self.num_key_heads, self.num_value_heads, tp)
         inputs = (self.conv_width - 1) * (self.num_channels // tp)
         matrices = value_heads * self.value_dim * self.key_dim
-        # CANN's operators support only one decay for each head.
+        # If each channel has its own decay, plain operators compute the rule.
         matrix_bytes = MATRIX_BYTES["float32" if self.decays_by_channel else dtype]
         return inputs * element_bytes + matrices * matrix_bytes
 

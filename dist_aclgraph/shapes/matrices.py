@@ -1,4 +1,5 @@
-"""The matrices of a decoder's layers that may be quantised: names and elements on one rank.
+"""The matrices of a decoder's layers that may be quantised: their names, and their numbers of
+elements on one rank.
 
 A name is NAME in ``model.layers.N.NAME.weight``; ``experts.*`` stands for all experts of a rank.
 """

@@ -1,7 +1,7 @@
 """ModelConfig: a checkpoint's config.json, with typed look-ups. Only this module reads the file.
 
-Names are the same as in config.json. A key that is null counts as absent, because checkpoints write
-absent values as null.
+Properties have the names of keys in config.json. A key that is null counts as absent, because
+checkpoints write absent values as null.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ def _overridden(path: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any]
     if not values and not has_object:
         return shape
     found, given = (ModelConfig(path, each, {}).rope.raw for each in (raw, overrides))
-    if has_object:  # the override replaces the scaling, so the file's other values are not used
+    if has_object:  # the override replaces the whole object of the scaling
         found = {key: found[key] for key in ROPE_VALUES if key in found}
     if (separate := ModelConfig(path, raw, {}).separate_ropes) is not None:
         shape["rope_parameters"] = {**separate.raw, FULL_ATTENTION: {**found, **values, **given}}

@@ -124,7 +124,7 @@ class ModelFacts:
 
     @property
     def num_paged_layers(self) -> int:
-        """Number of layers that keep keys in blocks, without next-token modules."""
+        """Number of layers that keep keys in blocks, not counting next-token modules."""
         return self.num_layers - (len(self.linear.layers) if self.linear else 0)
 
     @property
@@ -217,7 +217,8 @@ def read_model_facts(
 
 def facts_of(config: ModelConfig) -> ModelFacts:
     """Return the facts of a checkpoint; see ``read_model_facts``."""
-    # Broken links are found by ``check_weight_files``; plans need no weights.
+    # Links without a target are ignored here, because a plan needs no weights.
+    # ``check_weight_files`` refuses such links.
     files = sorted(filter(isfile, config.directory.glob("*.safetensors")))
     int4 = read_int4_formats(config)
     num_heads = config.integer("num_attention_heads", most=MAX_HEADS)
@@ -254,7 +255,7 @@ def facts_of(config: ModelConfig) -> ModelFacts:
 def _has_int8(file: Path, int4: Int4Formats) -> bool:
     """Return whether a file contains an int8 tensor that does not store values of four bits.
 
-    Ignores broken files, which ``check_weight_files`` refuses.
+    Broken files are ignored here, because ``check_weight_files`` refuses them.
     """
     try:
         tensors = read_header(file).items()

@@ -1,8 +1,8 @@
-"""The shape of a supported decoder, as one frozen value; this module does not need torch.
+"""The shape of a supported decoder, as one frozen object. This module does not need torch.
 
 One decoder covers all families of models. Switches turn parts of the decoder on: biases of q, k and
 v, of the output and of the MLP; RMS norms of q and k; latent attention in place of grouped queries;
-experts in place of the MLP. ``shapes/families`` reads the value from a checkpoint.
+experts in place of the MLP. ``shapes/families`` reads the shape from a checkpoint.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class ModelSpec(ModelFacts):
             norm. Both results are added to the residual stream.
         norms_center: whether norms subtract the mean first (layer norms). Such norms of queries and
             keys have separate weights for each head.
-        embedding_scale: factor of the embeddings of tokens.
+        embedding_scale: factor by which the embeddings of tokens are multiplied.
         attention_scale: factor of the attention scores; None means ``head_dim ** -0.5``.
         residual_scale: factor of the results of attention and of the feed-forward part.
         logit_scale: factor of the logits.

@@ -1,4 +1,5 @@
-"""The purpose of a model (texts, embeddings or relevance), read from its checkpoint's files.
+"""The purpose of a model (to generate text, to compute embeddings, or to score relevance), read
+from the files of its checkpoint.
 
 Models for embeddings have the files of sentence-transformers. modules.json lists the steps from a
 text to its embedding. The folder of the pooling step describes the tokens from which the embedding

@@ -105,9 +105,9 @@ def read_rope_spec(
         rope_dim: number of rotated elements of a head.
         rotates_part: whether the family may rotate only a part of a head, see ``read_rotary_dim``.
         by_type: whether layers with a window may have a separate embedding, which
-            ``read_window_rope`` reads. In such a family, a checkpoint is refused if its
-            ``rope_parameters`` has values that are the same for all layers, because transformers
-            ignores these values.
+            ``read_window_rope`` reads. In such a family, transformers ignores a ``rope_parameters``
+            without separate embeddings. So a checkpoint is refused if these values would change the
+            embedding.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.
@@ -238,7 +238,7 @@ def _kind(scaling: ModelConfig) -> str:
     # early Phi-3 files name longrope "su" or "yarn"
     is_longrope = kind == "su" or (kind == "yarn" and scaling.has("short_factor"))
     if kind == "mrope" and scaling.has(MROPE_SECTION):
-        return "default"  # the positions of all sections are equal in a text
+        return "default"  # in a text, the three positions of mrope are equal
     if kind == "dynamic" and scaling.has(STRETCH):
         return "default"  # this scaling changes only the base, and does not depend on lengths
     return "longrope" if is_longrope else kind

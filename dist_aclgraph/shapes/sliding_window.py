@@ -1,6 +1,7 @@
 """The layers in which a query sees only the latest keys.
 
-Each architecture has a rule. Keys, their precedence and their defaults are as in transformers.
+Each architecture has a rule. The keys of config.json, their precedence and their defaults are as in
+transformers.
 """
 
 from __future__ import annotations

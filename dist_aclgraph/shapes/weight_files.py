@@ -24,7 +24,7 @@ from dist_aclgraph.shapes.json_files import (
     read_json_object,
 )
 
-MAX_HEADER_BYTES = 100_000_000  # bytes; the limit that the format itself has
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 # Matches the name of one of several numbered files, such as model-00001-of-00004.safetensors
 _PART = re.compile(r".*?(?P<number>\d+)-of-(?P<count>\d{1,5})\.safetensors")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -181,7 +181,7 @@ def _check_all_exist(directory: Path, names: list[str]) -> None:
 
 def _file_named(directory: Path, name: str) -> Path:
     """Return the file with the name ``name``. If there is no such file, return the only file whose
-    name has the same ending.
+    name has another text in place of ``model`` at the beginning.
     """
     wanted = directory / name
     if wanted.exists():

@@ -127,7 +127,7 @@ def weight_parts(
 def _part(
     name: Part, matrices: Elements, others: _Others, copies: int, sizes: _Sizes
 ) -> WeightPart:
-    """Return a part of the weights, with its bytes in all layers that have it (``copies``)."""
+    """Return a part of the weights, with its bytes in all ``copies`` layers that have this part."""
     total = float(copies * (others.usual * sizes.element + others.floats * FLOAT32_BYTES))
     for matrix, elements in matrices.items():
         wide = float(copies)

@@ -72,7 +72,7 @@ def read_added_tokens(
         if isinstance(value, str | dict)
     }
     special = [flagged.get(token.content, token) for token in named.values()]
-    if isinstance(extra, list):  # these names do not change the flags of known tokens
+    if isinstance(extra, list):  # this list does not change the flags of known tokens
         there = {token.content for token in (*known, *listed.values())}
         more = [_token(value, is_special=True) for value in extra]
         special += [token for token in more if token.content not in there]

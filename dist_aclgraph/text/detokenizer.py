@@ -60,7 +60,7 @@ class Detokenizer:
             if len(self._held) == 1:
                 self._divide()
             return ""
-        # A token that is whole characters after whole characters needs no decoding.
+        # A token of whole characters needs no decoding if no text before it is held back.
         if len(self._held) == 1 and (text := self._tokenizer.whole_text(token_id)):
             self._window, self._num_shown, self._is_open = [token_id], len(text), False
             self._held.clear()

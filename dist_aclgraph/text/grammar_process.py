@@ -206,7 +206,7 @@ def _compile_in_fork(
 
 
 def main() -> None:
-    """Compile until the parent closes the socket, which is standard input and output."""
+    """Compile until the parent closes the socket. Standard input and output are this socket."""
     # This process ignores Ctrl-C, because its parent may still drain requests.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer

@@ -1,7 +1,7 @@
 """Prompts after which a model writes the text between a prefix and a suffix.
 
-The forms come from the cards of these models: Qwen2.5-Coder and CodeGemma, StarCoder 2 and Granite,
-DeepSeek, Seed-Coder, and Codestral.
+The forms of these prompts come from the model cards of Qwen2.5-Coder and CodeGemma, StarCoder 2 and
+Granite, DeepSeek, Seed-Coder, and Codestral.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class MessageForm:
         reads_parts: whether a content may be a list of parts.
         reads_texts: whether a content may be one text.
         roles: the roles for which the template has a rule.
-        words: all words in the string constants of the template's code. Some of them are names of
-            roles that the template compares in other ways, for example by a filter.
+        words: all words in the string constants of the template's code. Some of these words are
+            names of roles that the template does not compare directly, but for example by a filter.
         writes_roles: whether the template writes the name of a role, so that any name is possible.
         tests_none: whether the template tests whether a content is None. Some templates use this
             test to find messages with calls.
@@ -50,8 +50,8 @@ class MessageForm:
         tools: the form in which the template reads tools from the first message: "text" or "list".
             None if the template does not read tools from this message. GLM-4-9B and Phi-4-mini have
             such templates.
-        calls_are_text: whether the template reads no calls, and its model writes calls between the
-            tokens of Phi-4-mini. If true, calls in earlier messages become a part of the content.
+        calls_are_text: whether calls in earlier messages become a part of the content. True if the
+            template reads no calls, and the model writes calls between the tokens of Phi-4-mini.
     """
 
     reads_parts: bool = False

@@ -32,7 +32,8 @@ class TextPiece(msgspec.Struct, frozen=True):
             pieces are the whole text, including the part that a stop string cuts off.
         finish_reason: "stop" or "length" in the last piece.
         has_end_token: whether the last of the tokens is a stop token, which has no text.
-        events: if there is a reader, the text as events; ``text`` is empty in this case.
+        events: if the output has a reader, the events into which it divides the text; ``text`` is
+            empty in this case.
     """
 
     text: str
@@ -97,8 +98,8 @@ class OutputText:
     ) -> TextPiece:
         """Add new tokens, and return the piece of text that they add to the output.
 
-        Tokens are added one by one, so that the number of tokens in a delta changes neither the
-        counts nor the reported values.
+        Tokens are added one by one, so that the token counts and the reported log-probabilities do
+        not depend on the number of tokens in a delta.
 
         Args:
             logprobs: one report for each token; empty if log-probabilities were not requested.

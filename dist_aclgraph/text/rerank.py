@@ -32,7 +32,7 @@ class RerankPrompts:
     """Makes a prompt from each pair of a query and a document, and reads the score from the answer.
 
     Attributes:
-        params: parameters of a request whose answer ``score`` reads.
+        params: parameters of a request. The method ``score`` reads the answer to this request.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -106,8 +106,8 @@ def choice_params(first: int, second: int) -> SamplingParams:
     """Return parameters of a request whose answer is one of two tokens. The answer reports the
     log-probabilities of both tokens.
 
-    The two tokens are allowed by a grammar and not by ``allowed_token_ids``, because only a grammar
-    makes the reported log-probabilities a distribution over the allowed tokens.
+    A grammar allows the two tokens, so that the reported log-probabilities are a distribution over
+    the allowed tokens. With ``allowed_token_ids``, they would be a distribution over all tokens.
     """
     grammar = f"start: <[{first}]> | <[{second}]>"
     return SamplingParams(

@@ -45,7 +45,7 @@ FORMS_OF_CALLS: tuple[dict[str, Any], ...] = (
     {"has_short_ids": True, "has_content": True},
 )
 LENGTH_OF_SHORT_ID = 9  # Mistral's templates require ids of calls with this length
-# If the space is missing in a rendered prompt, the template strips messages.
+# The mark ends with a space. If the rendered prompt lacks this space, the template strips messages.
 END_OF_MESSAGE = "CONTINUE-THE-LAST-MESSAGE-HERE "
 
 
@@ -252,7 +252,7 @@ def _joined(pieces: Iterable[str], max_chars: int) -> str:
 
 
 def main() -> None:
-    """Render until the parent closes the socket, which is standard input and output."""
+    """Render until the parent closes the socket. Standard input and output are this socket."""
     # This process ignores Ctrl-C, because its parent may still drain requests.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer

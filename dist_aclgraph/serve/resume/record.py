@@ -60,7 +60,7 @@ class ConnectionRecord:
         self.num_omitted = 0
         self._link = link
         self._descriptor = -1
-        self._number = 0  # the number that the holder gave to the connection
+        self._number = 0  # the supervisor's number of the connection; 0 if none
         self._memory: JournalMemory | None = None
         # the journal's memory and its descriptor, until the supervisor holds the connection
         self._prepared: tuple[JournalMemory, int] | None = None
@@ -148,7 +148,7 @@ class ConnectionRecord:
         self._let_go(memory)
 
     def close(self) -> None:
-        """Free everything, because the connection has ended."""
+        """Free the connection's resources, because the connection has ended."""
         if self._journal is not None:
             self._journal.end()
         if self._prepared is not None:
@@ -159,7 +159,9 @@ class ConnectionRecord:
         self._let_go(self._memory)
 
     def _let_go(self, memory: JournalMemory | None) -> None:
-        """Close the journal's memory. If the supervisor holds the connection, report its end."""
+        """Close the journal's memory. If the supervisor holds the connection, tell the supervisor
+        that the connection has ended.
+        """
         if memory is not None:
             memory.close()
         self._memory = None
@@ -194,7 +196,9 @@ class ConnectionRecord:
         return b"" if self._memory is None else self._memory.request(0, self._num_request)
 
     def take_unsent(self, data: bytes) -> bytes:
-        """Count bytes to send; return them without the bytes that a previous process has sent."""
+        """Return ``data`` without the bytes that a previous process has sent, and count the
+        returned bytes.
+        """
         if self.num_omitted:
             unsent = data[self.num_omitted :]
             self.num_omitted -= len(data) - len(unsent)
@@ -205,8 +209,8 @@ class ConnectionRecord:
     # -- requests --------------------------------------------------------------------------------
 
     def take_resumed(self) -> ResumedRequest | None:
-        """The first call returns the request that the previous process had begun, with its state.
-        All later calls return None.
+        """The first call returns the request that the previous process had begun, with the
+        request's state. All later calls return None.
         """
         resumed, self._resumed = self._resumed, None
         return resumed

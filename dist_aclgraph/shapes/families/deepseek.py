@@ -9,7 +9,8 @@ from dist_aclgraph.shapes.families.experts import read_deepseek_experts
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import LatentSpec, ModelSpec
 
-# Widths: latent, part of a head without rotation, rotated part, value.
+# Widths of the latent, of the part of a head that is not rotated, of the rotated part, and of a
+# value.
 LATENT_SIZES = (512, 128, 64, 128)
 LATENT, ROPE = 512, 64
 WHOLE_HEADS = (128, 256)  # widths for which attention accepts whole heads, see ``has_whole_heads``

@@ -17,7 +17,7 @@ def read_qwen2(config: ModelConfig) -> ModelSpec:
 
 
 def read_qwen2_without_windows(config: ModelConfig) -> ModelSpec:
-    """Read the text part of Qwen2-VL and Qwen2.5-VL, or MiMo."""
+    """Read MiMo, or the text part of Qwen2-VL or of Qwen2.5-VL."""
     _refuse_windows(config)
     return read_qwen2(config)
 
