@@ -140,9 +140,9 @@ def sourced_parts() -> dict[str, Path | None]:
 
 
 def cann_scripts() -> list[Path]:
-    """Return the set-up scripts of the installed CANNs: first of the CANN that root has installed,
-    then of the CANN that the user has installed. If one CANN has two scripts, the script of the
-    newer folder layout is first.
+    """Return the set-up scripts of the installed CANNs. The scripts of the CANN that root has
+    installed come first, then the scripts of the CANN that the user has installed. If one CANN has
+    two scripts, the script of the newer folder layout is first.
     """
     installed = os.environ.get("ASCEND_INSTALL_PATH")
     # A user other than root installs CANN in the home folder.

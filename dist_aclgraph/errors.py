@@ -65,7 +65,9 @@ class ConfigError(DistAclGraphError):
 
 
 class MissingPackageError(DistAclGraphError):
-    """A command needs a package that is not installed; the message names its extra."""
+    """A command needs a package that is not installed. The message names the extra of dist_aclgraph
+    that installs this package.
+    """
 
 
 class PlacementError(DistAclGraphError):

@@ -378,12 +378,13 @@ class Supervisor:
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def _be_ingress(self, ingress: _Ingress, end: socket.socket) -> None:
-        for number in SIGNALS:  # ignored, because the owner tells the ingress when to drain
+        # The ingress ignores these signals, because the owner tells it when to drain.
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
         os.close(self._life_end)
         link = ingress.holder.become_link(end)
-        self._close_holders()  # so that this process holds no connections of other ingresses
+        self._close_holders()  # so that this ingress keeps no connections of others open
         ingress.serve_http(self._life, ingress.heartbeat.beat, link)
 
 

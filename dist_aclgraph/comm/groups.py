@@ -179,8 +179,8 @@ def join_lockstep_group(
         size: number of members of the lockstep group.
         timeout_s: maximum time for joining, in seconds.
         meeting: the socket that listens at ``rendezvous``; only for rank 0 with a TCP
-            ``rendezvous``. torch owns the socket after this call. If torch opened its own socket,
-            this socket would listen at every address of the machine.
+            ``rendezvous``. torch owns the socket after this call. A socket that torch opened itself
+            would listen at every address of the machine.
         buffer_mb: see ``make_groups``.
 
     Raises:
@@ -259,8 +259,8 @@ def make_groups(
             reached.
     """
     if mc2_buffer_mb is not None:
-        # Sets the environment variable HCCL_BUFFSIZE, because some releases of MC2's operators
-        # ignore the buffer size in the options of a process group.
+        # This call sets the environment variable HCCL_BUFFSIZE, because some releases of MC2's
+        # operators ignore the buffer size in the options of a process group.
         set_hccl_buffsize(mc2_buffer_mb)
     handles: dict[tuple[int, ...], Any] = {}
     shared = len(layout.domains) - len(layout.mc2_domains)

@@ -306,5 +306,5 @@ class DeviceConfig(Section):
 
     @property
     def expansion(self) -> HcclExpansion:
-        """The processor that unrolls collectives. If none is configured, the chip's default."""
+        """The configured processor that unrolls collectives, or the chip's default processor."""
         return self.hccl_expansion or ("AICPU" if generation_of(self.chip) == "A3" else "FFTS")

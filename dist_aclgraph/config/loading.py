@@ -120,7 +120,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
         ConfigError: the message names each bad key, its value and the allowed values.
     """
     values = _lists_to_tuples(dict(raw))
-    if "model_overrides" in raw:  # its lists stay lists, as in config.json
+    if "model_overrides" in raw:  # lists in this value stay lists, as in config.json
         values["model_overrides"] = raw["model_overrides"]
     try:
         return Config.model_validate(values)
@@ -323,5 +323,5 @@ def _find_model(model: str, base: Path) -> str:
     for candidate in candidates:
         if isdir(candidate):
             return str(candidate.resolve())
-    is_path = model.startswith(("./", "../"))  # Such a text is a path, not a name on a hub.
+    is_path = model.startswith(("./", "../"))  # a path, not a name on a hub
     return str(candidates[0] if is_path else given)

@@ -274,7 +274,7 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in OPTIONS | SAME and not is_off and not is_harmless(name, value):
             raise ConfigError(refusal(name))
     keys: dict[str, Any] = {}
-    # in the table's order, so that enforce_eager replaces a graph mode
+    # The options are read in the table's order, so that enforce_eager replaces a graph mode.
     for name, option in OPTIONS.items():
         value = given.get(name)
         if value is None or value in EMPTY or name == EXPERT_PARALLEL:
@@ -315,7 +315,7 @@ def refusal(name: str) -> str:
 
 def _value(name: str, option: Option, value: Any) -> Any:
     """Return the value of our key; None means that the key is not set."""
-    if name == "dtype":  # also accepts a dtype of torch, such as torch.bfloat16
+    if name == "dtype":  # a dtype of torch is also accepted, e.g. torch.bfloat16
         value = str(value).removeprefix("torch.")
     if name == "cudagraph_mode" and isinstance(value, str):
         return value.upper()

@@ -36,9 +36,10 @@ def share_cores(
     """Return disjoint sets of cores, one set for the rank of each NPU. If a NUMA node has too few
     cores, the sets of all NPUs of this node are empty.
 
-    The NPUs of a NUMA node share the node's cores. On each NUMA node, about as many cores as one
-    NPU gets stay free for the processes that use no NPU (engine, controller, ingress). If the NUMA
-    node of at least one NPU is unknown, all cores are treated as the cores of one node.
+    The NPUs of a NUMA node share the node's cores. On each NUMA node, some cores stay free for the
+    processes that use no NPU (engine, controller, ingress): about the number of cores that one NPU
+    gets. If the NUMA node of at least one NPU is unknown, all cores are treated as the cores of one
+    node.
 
     Args:
         node_of_core: NUMA node of each core that the ranks may use.

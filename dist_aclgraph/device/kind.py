@@ -1,6 +1,6 @@
 """Finds which kind of device this machine has, and computes the settings of the emulator.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from dist_aclgraph.errors import DeviceError, DeviceFault
 # with the code 207005.
 STREAMS_OF_A_FRESH_DEVICE = 1979
 THREAD_LEVEL = 0  # ACL_RT_THREAD_LEVEL
-PACKAGE_CANN, VERSION_BYTES = 0, 2048  # ACL_PKG_NAME_CANN; the struct begins with the version
+PACKAGE_CANN, VERSION_BYTES = 0, 2048  # ACL_PKG_NAME_CANN; CANN's answer begins with the version
 CAPTURE_THREAD_LOCAL = 1  # ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL
 STDERR = 2
 HCCL_KERNELS = "Hccl"  # prefix of the names of HCCL's kernels on the AI CPU, e.g. HcclLaunch...

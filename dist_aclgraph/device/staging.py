@@ -22,8 +22,8 @@ class _Part:
     """A part of the pinned memory.
 
     Attributes:
-        is_left: whether the memory was filled, and later arrays went to another part. If true, the
-            event ``sent`` was recorded after the last copy from this part to the device.
+        is_left: whether this part is full, so that later arrays are written to other parts. If
+            true, the event ``sent`` was recorded after the last copy from this part to the device.
     """
 
     def __init__(self, sent: Any) -> None:

@@ -14,7 +14,8 @@ def is_installed() -> bool:
 
 
 def shipped(name: str) -> Path:
-    """Return ``configs``, ``models`` or ``emulator``, or a path below one of them.
+    """Return the path of the folder ``configs``, ``models`` or ``emulator``, or a path in one of
+    them.
 
     In a clone, these folders are beside the package. In a wheel, they are inside the package.
     """

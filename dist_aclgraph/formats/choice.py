@@ -121,7 +121,7 @@ class AnswerFormat:
         is_required: bool = False,
         is_parallel: bool = True,
     ) -> StructuredOutputs | None:
-        """Return the output format of the whole answer, which allows calls, or content in the
+        """Return the output format of the whole answer: it consists of calls, or of content in the
         output format ``form``. Return None if any answer is allowed.
 
         Args:

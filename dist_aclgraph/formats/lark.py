@@ -89,8 +89,8 @@ class Lark:
         return self._terminals[pattern]
 
     def part(self, name: str) -> None:
-        """Begin a part of the grammar. Errors about rules that are added after this call contain
-        ``name``.
+        """Begin a part of the grammar. Error messages about the rules that are added from now on
+        contain ``name``.
         """
         self._rules.append(f"// {name}")
 
@@ -125,8 +125,8 @@ class Lark:
         return [self.json(taken_out(schema, root)), *map(_quoted, words_of(schema, root))]
 
     def single_quoted(self, schema: Any, root: Any) -> list[str]:
-        """Return expressions for the strings that ``schema``, a part of ``root``, allows, written
-        in single quotes.
+        """Return expressions for strings in single quotes: the strings that ``schema``, a part of
+        ``root``, allows.
         """
         found = []
         for pattern in patterns_of(schema, root, ["'", "\\"]):
@@ -183,7 +183,7 @@ class Lark:
             ways: for each way of writing calls, an expression for one call of any tool.
             begins: the texts at which the reader of the answer begins to read a call.
         """
-        if all(way[0] in '"<' for way in ways):  # each way begins with a marker
+        if all(way[0] in '"<' for way in ways):  # each way of writing calls begins with a marker
             each = ways
         text = self.until(ANY, "", begins)
         called = choice_of([self._behind_text(text, call, begins) for call in each])

@@ -129,7 +129,9 @@ def _split(text: str) -> list[str]:
 
 
 def _end_of_group(text: str) -> int | None:
-    """Return the index after the group at the beginning of a text; None if the group has no end."""
+    """A text begins with a group. Return the index of the character after this group; None if the
+    group has no end.
+    """
     depth = 0
     for match in _tokens(text):
         depth += {"(": 1, ")": -1}.get(match[0], 0)

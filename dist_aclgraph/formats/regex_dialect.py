@@ -12,8 +12,8 @@ import re
 _ESCAPE = re.compile(
     r"\\(?:u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|[uxpP]\{[^}]*\}|c[A-Za-z]|.)", re.DOTALL
 )
-# The last form is ``{,N}``. It has different meanings in ECMAScript and Python, and llguidance
-# refuses it.
+# The pattern includes the form ``{,N}``, which llguidance refuses. This form has different meanings
+# in ECMAScript and Python.
 _QUANTIFIER = re.compile(r"\{(?:[0-9]+(?:,[0-9]*)?|,[0-9]+)\}")
 _NAMED_CLASS = re.compile(r"\[:\^?[a-z]+:\]")  # such as [:alpha:]
 _OPERATORS = "[&~-"  # within a class, these characters are escaped

@@ -401,8 +401,8 @@ class Scanner:
         self._events.append(CallEnd(self.num_calls - 1))
 
     def finish(self) -> None:
-        """Call this at the end of the answer: it emits the text that was held back. White space
-        after a call is left out.
+        """Emit the text that was held back, at the end of the answer. White space after a call is
+        left out.
         """
         if newlines := "".join(self._newlines):
             self._events.append(Reasoning(newlines))

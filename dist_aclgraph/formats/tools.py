@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-TOOL_PART = "the tool "  # a grammar's part for one tool is named by this text and the tool's name
+TOOL_PART = "the tool "  # a grammar's part for a tool is named by this and the tool's name
 # maps a tool's name to the JSON schema of its parameters
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 

@@ -1,7 +1,8 @@
 """The Ray Serve application: ``serve run dist_aclgraph:app config=configs/x.yaml``.
 
 The application has two parts. ``groups`` starts and stops the controller and its workers.
-``serve.replicas`` replicas of ``ingress`` serve HTTP with these workers until Serve stops them.
+``ingress`` has ``serve.replicas`` replicas, which serve HTTP with these workers until Ray Serve
+stops the replicas.
 
 This module does not import ``annotations`` from ``__future__``: Serve needs the argument's class
 itself, and not the name of the class.

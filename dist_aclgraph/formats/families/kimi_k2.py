@@ -35,7 +35,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             call_id, marker = yield from scanner.read_head([begin, *outside, end_call])
             call_id = call_id.strip()
             name = call_id.removeprefix("functions.").rsplit(":", 1)[0]
-            if marker in outside:  # another marker comes first, so the text is not a call
+            if marker in outside:  # an unexpected marker comes first, so this is no call
                 scanner.content(call + scanner.give_back(marker))
                 continue
             if marker != begin or not name:

@@ -63,7 +63,7 @@ def copy_tagged_calls(
         if is_call:
             name, closing = yield from scanner.read_head([">", "\n", *markers, FUNCTION])
         name = name.strip()
-        if closing in (begin, FUNCTION):  # another marker comes first, so the text is not a call
+        if closing in (begin, FUNCTION):  # an unexpected marker comes first, so this is no call
             scanner.content(marker + scanner.give_back(closing))
             marker = closing
             continue

@@ -231,9 +231,7 @@ class UpdatableGraph:
 
 
 def _of_version_2(bench: Bench, ask: Callable[..., Answer | float]) -> Answer | float:
-    """Ask about version 2 of the attention operator. Its tasks are updated in the same way as in
-    the runtime.
-    """
+    """Ask about version 2 of the attention operator; update its tasks as the runtime does."""
     # The next import loads torch; only a child process may do this.
     from dist_aclgraph.device.npu import update_at_once
 

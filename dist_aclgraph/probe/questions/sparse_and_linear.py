@@ -251,7 +251,7 @@ def _delta_of_decode(bench: Bench) -> Answer:
     """Verify two drafts of a request, and decode a token of another request."""
     torch = bench.torch
     inputs, states = _delta_inputs(bench, 4), _random(bench, 6, VALUE_HEADS, DIM, DIM)
-    # items of ``starts``: a request's tokens, slot of its first state
+    # ``starts``: each request's tokens, and the slot before the first
     slots, starts = [5, 2, 4, 1], ((range(3), 2), (range(3, 4), 1))
     after, (rows, others) = states.npu(), _on_device(inputs)
     got = torch.ops.npu.npu_recurrent_gated_delta_rule(

@@ -95,8 +95,8 @@ def read_messages(messages: Raw, system: Raw) -> list[dict[str, Any]]:
 
 
 def continues(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the answer continues the last message. This is the case if the last message is
-    of the assistant, has content, and has no calls.
+    """Return whether the answer continues the last message. This is the case if the last message
+    comes from the assistant, has content, and has no calls.
     """
     last = messages[-1]
     return last["role"] == "assistant" and bool(last["content"]) and not last["tool_calls"]

@@ -46,7 +46,7 @@ class HttpExchange:
         self._body = bytearray()
         self._has_news = asyncio.Event()  # set when ``receive`` can return something
         self._is_disconnected = False
-        self._head: bytes | None = None  # the response's head while it is not written yet
+        self._head: bytes | None = None  # the response's head, until it is written
         self._has_begun = False  # whether the head has been written
         self._is_chunked = False
 

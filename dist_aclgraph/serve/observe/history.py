@@ -200,7 +200,9 @@ def _gained_buckets(old: Buckets, new: Buckets) -> Buckets:
 
 
 def _loads(points: list[Point]) -> dict[str, dict[str, list[int | None]]]:
-    """Return each rank's tokens in percent of its engine's mean; None if the engine is idle."""
+    """Return each rank's tokens in percent of the mean over the ranks of its engine; None if the
+    engine is idle.
+    """
     starts = range(len(points) % POINTS_OF_A_CELL, len(points), POINTS_OF_A_CELL)
     cells = [points[start : start + POINTS_OF_A_CELL] for start in starts]
     ranks = points[-1].experts if points else {}
