@@ -16,7 +16,9 @@ assert sys.byteorder == "little" and array("i").itemsize == INT_BYTES
 
 
 def int_list(values: Sequence[int] | IntArray = ()) -> array[int]:
-    """Return an array of int32 that can grow. ``pack_ints`` copies its bytes only once."""
+    """Return an array of int32 that can grow. ``pack_ints`` copies the bytes of such an array only
+    once.
+    """
     if not isinstance(values, np.ndarray):
         return array("i", values)
     found = array("i")

@@ -49,7 +49,7 @@ def plan_report(config: Config) -> dict[str, Any]:
         StreamBudgetError: a rank has too few streams for even one bucket.
     """
     deployment = AssumedDeployment.from_config(config)
-    config = deployment.config  # has a graph mode that the model supports
+    config = deployment.config  # this copy has a graph mode that the model supports
     layout = deployment.layout
     model, spec = deployment.budget_model, deployment.planner.cache_spec
     families = candidate_families(config)

@@ -20,8 +20,8 @@ from dist_aclgraph.version import VERSION
 
 
 def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
-    """Run those tests of a level that have no result in the report ``out`` yet. Write the report
-    and its page.
+    """Run the tests of a level. Leave out tests whose results are already in the report ``out``.
+    Write the report and its page.
 
     Raises:
         ConfigError: ``out`` is the report of another machine, or of other versions of the software.

@@ -77,8 +77,8 @@ def examine_nodes(probes: NodeProbes, config: Config | None) -> list[Finding]:
 def rdma_targets(node: str, first_npus: Mapping[str, str]) -> list[str]:
     """Return the RDMA addresses that a node pings: the addresses of the next two nodes.
 
-    The nodes form a ring: the first node follows the last node. So two nodes ping each node, and
-    the number of pings grows only linearly with the number of nodes.
+    The nodes form a ring: the first node follows the last node. So each node gets pings from two
+    nodes, and the number of pings grows only linearly with the number of nodes.
     """
     names = sorted(first_npus)
     if node not in first_npus:

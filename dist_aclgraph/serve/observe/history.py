@@ -72,7 +72,7 @@ class Point:
 
 
 class History:
-    """Owns the points, and the thread that adds points while a client is open."""
+    """Owns the points, and the thread that adds points while the ingress's engine client is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,7 +80,8 @@ class History:
         self._points: deque[Point] = deque(maxlen=int(SPAN_S / PERIOD_S))
 
     def watch(self, collect: Callable[[], Iterable[Metric]], client: EngineClient) -> None:
-        """Start to add a point every few seconds, until the client is closed. Returns at once.
+        """Start to add a point every few seconds, until the engine client is closed. Returns at
+        once.
 
         If the metrics cannot be collected, a point is missing. Only the first of several
         successive failures is logged.

@@ -44,7 +44,7 @@ ABSENT: Raw = msgspec.field(default_factory=Raw)
 IGNORED = "dist_aclgraph.ignored"
 # Maximum number of ignored fields of one request, because their names are written into the log.
 MAX_IGNORED = 16
-# If a body has more strings or more objects, its ignored fields are not collected.
+# If a body has more strings or more objects than this number, its ignored fields are not collected.
 MAX_STRINGS = 1 << 14
 NOT_OFFERED = frozenset(
     {

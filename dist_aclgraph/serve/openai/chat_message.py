@@ -101,8 +101,8 @@ class ChatMessage(Body):
     def _content(self, param: str) -> tuple[str | list[dict[str, str]] | None, str | None]:
         """Return a text or text parts, and the reasoning that is among the parts.
 
-        The content is None if an assistant's message has no content. A refusal counts as text. The
-        result of a tool may be absent.
+        The content is None if an assistant's message has no content. A refusal counts as text. A
+        message with the result of a tool may also have no content.
         """
         data = bytes(self.content)
         if data in (b"", b"null"):

@@ -194,8 +194,8 @@ async def _with_form(
 
     Required calls follow the schemas of the tools. If the schema of a tool cannot be used, and the
     tool is not strict, the tool's arguments may be any object. If the grammar cannot be made for
-    another reason, for example because it is too large, this applies to all tools that are not
-    strict.
+    another reason, for example because it is too large, the arguments of all tools that are not
+    strict may be any object.
 
     Raises:
         InvalidParameterError: the output format, or a strict tool's schema, cannot be used.

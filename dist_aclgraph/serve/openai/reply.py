@@ -213,8 +213,8 @@ class _Frames:
     """Receives the pieces of a stream, and sends their frames in the order of the pieces.
 
     Encoding the frame of a piece with a prompt's log-probabilities takes a long time. A thread
-    encodes such a frame, so that other streams do not wait. Later frames of the same stream wait
-    for it.
+    encodes such a frame, so that other streams do not wait. Later frames of the stream wait until
+    this frame is encoded.
     """
 
     def __init__(self, shape: ReplyShape, generation: Generation) -> None:

@@ -54,8 +54,8 @@ class Outlet:
     this object.
 
     Each call of ``put`` adds exactly one part to the body. The part is written at once or sent
-    later. So the client's bytes do not depend on timing, and another process can continue the
-    response (``journal.py``).
+    later. So the bytes that the client receives do not depend on timing, and another process can
+    continue the response (``journal.py``).
     """
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 class ApiState:
     """Owns the ingress's metrics, history, traces, source of seeds, and engine client.
 
-    Does not own the tokenizer.
+    The caller owns the tokenizer.
 
     Args:
         replica: index of this ingress among the replicas.

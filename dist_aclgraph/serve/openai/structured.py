@@ -28,8 +28,8 @@ FIELDS = (
     "ebnf",
 )
 _NOTHING = (b"", b"null", b"{}", b"[]")
-# If the object has one of these keywords, the client wrote the schema itself in place of an object
-# with the field ``schema``.
+# Some clients write the schema itself in place of an object with the field ``schema``. An object
+# with one of these keywords is such a schema.
 KEYWORDS = {"type", "properties", "$ref", "anyOf", "oneOf", "allOf", "enum", "items"}
 # for each type, the field that contains the pattern or the grammar
 _TEXT_FIELDS = {"regex": "pattern", "grammar": "grammar"}
