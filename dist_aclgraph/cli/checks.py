@@ -25,7 +25,7 @@ def check_deployment(config: Config) -> Config:
     """
     config = decide_device(config, "here" if ray_address() is None else "cluster")
     if config.device.kind == "auto":
-        # checks only the shapes, because the memory of the cluster's devices is unknown here
+        # This checks only the shapes, because the memory of the cluster's devices is unknown here
         Planner.from_config(config)
     else:
         plan_report(config)

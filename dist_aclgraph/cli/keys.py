@@ -54,8 +54,8 @@ def render_keys() -> str:
     return "\n".join([INTRODUCTION, *_render(Config, ""), options + REFUSED_HEAD + refused])
 
 
-# If more than four values of an option have other names here, the page does not list these names.
-# It then shows only the option's note.
+# If this package has other names for more than four values of an option, the page does not list
+# these names, but only shows the option's note.
 MAX_WORDS = 4
 
 

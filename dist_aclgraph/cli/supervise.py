@@ -228,8 +228,8 @@ class Supervisor:
                 now_s = time.monotonic()
                 if now_s - ingress.began_s >= SETTLED_S:
                     ingress.backoff.succeeded()
-                # The pause is measured from the previous failure of this ingress. If the ingress
-                # has run for longer than the pause, it is started at once.
+                # The pause is measured from the previous failure of this ingress. If the process
+                # that has ended ran for longer than the pause, the next process is started at once.
                 ingress.due_s = now_s + ingress.backoff.pause_s(now_s)
                 ingress.backoff.failed(now_s)
                 return None
@@ -389,7 +389,9 @@ class Supervisor:
 
 
 def _ended() -> Iterator[tuple[int, int]]:
-    """Yield ids and exit codes of children and orphans that have ended. This removes zombies."""
+    """Yield ids and exit codes of children and orphans that have ended. Reading an exit code
+    removes the zombie.
+    """
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

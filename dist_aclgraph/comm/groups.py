@@ -173,8 +173,8 @@ def join_lockstep_group(
     """Make this process a member of its lockstep group's HCCL world.
 
     Args:
-        rendezvous: ``file:///path`` if all members are on one node; then no port is opened.
-            Otherwise ``tcp://address:port`` of rank 0.
+        rendezvous: if all members are on one node, ``file:///path``, so that no port is opened. If
+            members are on several nodes, ``tcp://address:port`` of rank 0.
         rank: rank inside the lockstep group.
         size: number of members of the lockstep group.
         timeout_s: maximum time for joining, in seconds.

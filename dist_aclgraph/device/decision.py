@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 
 def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = ask_npu) -> Config:
-    """Return a copy of ``config`` in which the device is decided. The kind of device ``auto``
-    becomes the kind that this machine has. For NPUs, ``device.soc``, ``cann`` and ``memory_mb`` are
-    read from the first NPU of this machine, unless the configuration sets them. Plans assume at
+    """Return a copy of ``config`` in which the device is decided. The kind ``auto`` is replaced by
+    the kind of device that this machine has. For NPUs, ``device.soc``, ``cann`` and ``memory_mb``
+    are read from the first NPU of this machine, unless the configuration sets them. Plans assume at
     least as many NPUs on each node as this machine has.
 
     If no NPU answers, these three keys stay null, and plans assume documented values. The missing

@@ -1,4 +1,6 @@
-"""The paths of files other than Python: configurations, demo models, the emulator's sources."""
+"""The paths of the package's files that are not Python modules: configurations, demo models, the
+emulator's sources.
+"""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def copy_calls(scanner: Scanner, before: str, copy: CopyCall = copy_call) -> Sca
     becomes content.
 
     Args:
-        before: the marker before the scanner's kept text. If no call follows, the marker also
-            becomes content.
+        before: the marker before the text that the scanner has kept (``Scanner.keep``). If no call
+            follows, the marker also becomes content.
     """
     yield from scanner.match("[")
     while True:
@@ -191,8 +191,8 @@ def copy_marked(scanner: Scanner, before: str, end: str, begins: Sequence[str]) 
     Return the marker at which the content ends.
 
     Args:
-        before: the marker before the scanner's kept text. If no call follows, the marker and this
-            text become content.
+        before: the marker before the text that the scanner has kept (``Scanner.keep``). If no call
+            follows, the marker and this text become content.
     """
     num_calls = scanner.num_calls
     yield from copy_calls(scanner, before)

@@ -230,8 +230,8 @@ class Scanner:
         return self._text[self._at : self._at + 1]
 
     def is_cut(self, *markers: str) -> bool:
-        """Return whether the answer ends here, or ends within a marker that begins here. This
-        method reads the beginning of such a marker.
+        """Return whether the rest of the answer is empty, or is only the beginning of a marker.
+        This method reads this beginning.
         """
         rest = self._text[self._at :]
         if not self.is_closed or not any(marker.startswith(rest) for marker in markers):

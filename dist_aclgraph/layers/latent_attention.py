@@ -313,9 +313,9 @@ def write_latents(
 
 
 def pad_heads(absorbed: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both parts of the queries, [n, heads, ...]. The operators of latent attention accept
+    """Return both parts of the queries, [n, heads,...]. The operators of latent attention accept
     only powers of two as the number of heads. If the number is not a power of two, heads of zeros
-    are added at the end. Their results are not used.
+    are added at the end. The results of these heads are not used.
     """
     heads = absorbed.shape[1]
     if added := padded_latent_heads(heads) - heads:

@@ -16,8 +16,8 @@ from dist_aclgraph.comm.groups import CommGroup
 
 
 def vocabulary_part(vocab_size: int, group: CommGroup) -> tuple[int, int]:
-    """Return the range [start, stop) of this rank's token ids. ``stop`` can be larger than the
-    vocabulary.
+    """Return the range [start, stop) of this rank's token ids. ``stop`` can be larger than
+    ``vocab_size``.
     """
     width = -(-vocab_size // group.size)
     return group.rank * width, (group.rank + 1) * width

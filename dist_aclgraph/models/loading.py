@@ -158,8 +158,8 @@ class WeightSlices:
     def share(self, width: int) -> tuple[int, int]:
         """Return this rank's range [start, stop) of an inner width.
 
-        If the width is not a multiple of the group size, columns of zeros are added. They do not
-        change results, because silu(0) * 0 = 0.
+        If the width is not a multiple of the group size, columns of zeros are added. These columns
+        do not change results, because silu(0) * 0 = 0.
         """
         part = -(-width // self.group.size)
         return self.group.rank * part, (self.group.rank + 1) * part
@@ -204,8 +204,8 @@ class WeightSlices:
         return Int8GroupedProduct(self._in_best_format(weight), scale)
 
     def _in_best_format(self, weight: Tensor) -> Tensor:
-        """Return int8 matrices, [..., in, out], in the storage format that products use here (ND or
-        FRACTAL_NZ).
+        """Return int8 matrices, [..., in, out], in the storage format of this rank's products (ND
+        or FRACTAL_NZ).
         """
         fits = fills_blocks(weight) and self.fusions.use("nz_weights", weight.shape[-1])
         return in_blocks(weight) if fits else weight

@@ -139,7 +139,7 @@ def read_report(path: Path) -> Report:
     """Read a report, which may come from an unknown source.
 
     Raises:
-        ConfigError: there is no such file, or it is not a report.
+        ConfigError: the file does not exist, or is not a report.
     """
     try:
         with path.open("rb") as file:

@@ -62,7 +62,7 @@ class Runner:
         save: Callable[[Report], None],
         on_row: Callable[[Row], None],
     ) -> None:
-        """Run all questions that the report does not contain yet, and add their rows to it.
+        """Run all questions that the report does not contain yet, and add their rows to the report.
 
         Args:
             save: a function that writes the report; it is called before and after each question.

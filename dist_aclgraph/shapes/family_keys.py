@@ -78,7 +78,7 @@ ARCHITECTURES = {
     "solar_open": "SolarOpenForCausalLM",
     "youtu": "YoutuForCausalLM",
 }
-# for each family with its own names of keys: the family's name -> the usual name
+# For each family that has other names of keys: maps the family's names to the usual names.
 KEY_NAMES = {
     "InternLM3ForCausalLM": {"qkv_bias": "attention_bias", "bias": "mlp_bias"},
     "Ernie4_5_MoeForCausalLM": {

@@ -1,6 +1,7 @@
 """The rotary embedding of a checkpoint, and the lengths of requests that its scaling allows.
 
-Keys and their precedence are the same as in transformers; lengths are derived as vLLM derives them.
+The keys of config.json and their precedence are the same as in transformers. Lengths are derived as
+in vLLM.
 """
 
 from __future__ import annotations

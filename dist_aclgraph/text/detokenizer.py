@@ -43,8 +43,8 @@ class Detokenizer:
         self._without = tokenizer.unspoken_ids if skip_special_tokens else tokenizer.nameless_ids
         self._window = self._context(prompt_ids)
         before = self._decode(self._window)
-        # The bytes at the end of the prompt may be the beginning of a character of the output. If
-        # they are not, their replacement character belongs to the prompt.
+        # The bytes at the end of the prompt may be the beginning of a character of the output.
+        # Otherwise the replacement character of these bytes belongs to the prompt.
         self._is_open = before.endswith(REPLACEMENT)
         # Number of characters at the beginning of the window's text that were already returned, or
         # that belong to the prompt.

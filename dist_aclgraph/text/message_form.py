@@ -244,8 +244,8 @@ def _with_metadata(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_object(call: Any) -> Any:
-    """Return a call whose arguments are an object. A text that is not a JSON object is not
-    changed.
+    """If a call's arguments are the text of a JSON object, replace the text by the object. Other
+    arguments stay unchanged.
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):

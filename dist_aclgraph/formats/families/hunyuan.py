@@ -60,8 +60,8 @@ def _copy_named(scanner: Scanner, before: str) -> Scan[str | None]:
     """Read a call whose name precedes its arguments.
 
     Args:
-        before: the marker before the scanner's kept text. If the kept text is not a call, the
-            marker and this text become content.
+        before: the marker before the text that the scanner has kept (``Scanner.keep``). If the kept
+            text is not a call, the marker and this text become content.
 
     Returns:
         the marker of the next call, if the function has already read it; otherwise None.

@@ -91,8 +91,8 @@ def _copy_calls(
     was already read. Return the marker that ends the content.
 
     Args:
-        before: the marker before the scanner's kept text. If the kept text is not a call, the
-            marker and this text become content.
+        before: the marker before the text that the scanner has kept (``Scanner.keep``). If the kept
+            text is not a call, the marker and this text become content.
     """
     call, end_calls = scanner.coded(tags.call[0]), scanner.coded(tags.calls[1])
     key, end_call = scanner.coded(tags.pairs.key[0]), scanner.coded(tags.pairs.end)

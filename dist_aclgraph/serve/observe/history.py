@@ -72,7 +72,7 @@ class Point:
 
 
 class History:
-    """Owns the points, and the thread that adds points while the ingress's engine client is open."""
+    """Owns the points, and the thread that adds points while the engine client is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

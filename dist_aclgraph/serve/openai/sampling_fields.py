@@ -16,7 +16,7 @@ def make_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingP
     """Return sampling parameters; errors contain the client's names of the parameters.
 
     Args:
-        names: the client's names of the parameters that have other names here.
+        names: the client's names of the parameters that have other names in ``SamplingParams``.
     """
     try:
         return SamplingParams(**given)
