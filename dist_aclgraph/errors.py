@@ -233,7 +233,7 @@ class RequestTooLongError(RequestError):
 
 
 class UnknownModelError(RequestError):
-    """The request names a model that is not served here."""
+    """The request names a model that this deployment does not serve."""
 
     code = "model_not_found"
 

@@ -58,7 +58,7 @@ def _known_arguments(args: Sequence[str]) -> Iterator[str]:
     option, which is yielded last.
 
     Raises:
-        ConfigError: an option has no counterpart here.
+        ConfigError: no key of our configuration corresponds to an option.
     """
     left = deque(args)
     parts: dict[str, dict[str, Any]] = {}

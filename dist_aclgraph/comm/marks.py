@@ -2,8 +2,8 @@
 
 Each collective has a place (pass, layer and part), and each place has a code. Before a collective,
 the device copies the code of its place to memory of the host. A captured graph contains these
-copies, so the host does not launch them again at a replay. The host can read the code even while
-another thread waits for the device.
+copies, so the host does not launch them again at a replay. The host can read the code of this place
+even while another thread of the host waits for the device.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ NO_MARKS = CollectiveMarks()
 
 
 class DeviceMarks(CollectiveMarks):
-    """Owns the codes on the device, and the pinned memory to which the device copies them.
+    """Owns the codes of the places on the device, and the pinned memory to which the device copies
+    a code.
 
     Args:
         num_passes: maximum number of passes of a step: one for the decoder, and one for each draft.

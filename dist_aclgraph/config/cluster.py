@@ -1,4 +1,4 @@
-"""The configuration's keys of a cluster of several nodes."""
+"""The configuration keys for a cluster of several nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration's keys of the device: the chip, its runtime, and the emulated NPU."""
+"""The configuration keys for the device: the chip, CANN, and the emulated NPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of graphs: capture sizes, modes and the budget of streams."""
+"""The configuration keys for graphs: capture sizes, modes and the budget of streams."""
 
 from __future__ import annotations
 

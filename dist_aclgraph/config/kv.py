@@ -1,4 +1,4 @@
-"""The configuration keys of the KV cache."""
+"""The configuration keys for the KV cache."""
 
 from __future__ import annotations
 

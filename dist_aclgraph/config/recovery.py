@@ -1,4 +1,4 @@
-"""The configuration's keys of recovery: what happens after a failure."""
+"""The configuration keys for recovery. They say what happens after a failure."""
 
 from __future__ import annotations
 

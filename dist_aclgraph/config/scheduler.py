@@ -1,4 +1,6 @@
-"""Keys of the scheduler: limits of a step's size, and the choice of the requests that run."""
+"""The configuration keys for the scheduler: limits of a step's size, and the choice of the requests
+that run.
+"""
 
 from __future__ import annotations
 

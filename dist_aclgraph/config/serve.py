@@ -1,4 +1,4 @@
-"""The configuration's keys of the HTTP service."""
+"""The configuration keys for the HTTP service."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = 
         ask: see ``ask_npu``.
 
     Raises:
-        DeviceError: ranks must run on NPUs here, but there is no NPU, CANN cannot be loaded, or no
-            NPU answers.
+        DeviceError: ranks must run on NPUs of this machine, but it has no NPU, CANN cannot be
+            loaded, or no NPU answers.
     """
     kind = config.device.kind
     if use == "here" or (kind == "auto" and (use == "plan" or npus_here())):

@@ -1,1 +1,1 @@
-"""Files and folders that this package reads or creates, other than its code."""
+"""Reads and creates this package's files and folders, except its code."""

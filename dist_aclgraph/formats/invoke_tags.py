@@ -73,7 +73,9 @@ def copy_calls(scanner: Scanner, tools: Tools, tags: Tags) -> Scan[None]:
 
 
 def _copy_call(scanner: Scanner, name: str, tools: Tools, tags: Tags) -> Scan[bool]:
-    """Read a call after its first tag; return whether the answer continues after the call."""
+    """Read the rest of a call whose first tag was already read. Return whether more of the answer
+    can follow the call.
+    """
     parameter, end_parameter = tags.parameter
     scanner.begin_call(name)
     yield from scanner.skip_space()

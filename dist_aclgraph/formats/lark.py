@@ -363,7 +363,9 @@ def choice_of(expressions: list[str]) -> str:
 
 
 def taken_out(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of ``root`` as a separate schema, whose references lead to the same targets."""
+    """Return a part of ``root`` as a separate schema. Its references still lead to the targets that
+    they have in ``root``.
+    """
     moved = _moved(schema)
     return schema if moved == schema else {**moved, "$defs": {"root": _moved(root)}}
 

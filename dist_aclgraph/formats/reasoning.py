@@ -70,8 +70,8 @@ def read_thought(
     Args:
         is_open: whether the prompt has already opened the reasoning. If true, the answer needs no
             begin marker.
-        calls: the calls that end the reasoning without an end marker. An end marker that follows
-            later is left out.
+        calls: the calls that end the reasoning if its end marker is missing. An end marker that
+            follows later is left out.
     """
     begin, end = scanner.coded(thought.begin), scanner.coded(thought.end)
     scanner.keep()

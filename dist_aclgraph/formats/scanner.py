@@ -452,8 +452,8 @@ class Reader:
         return scanner.take_events()
 
     def finish(self, text: str = "") -> list[Event]:
-        """End the answer, and return the last events. The argument ``text`` is the rest of the
-        answer's text, which belongs to no token.
+        """End the answer, and return the last events. The argument ``text`` is the end of the
+        answer's text, which no call of ``feed`` has passed.
         """
         self._scanner.feed(text)
         self._scanner.is_closed = True

@@ -1,10 +1,10 @@
 """Grouped-query attention over the paged KV cache. Attention runs eagerly, or it is captured as a
-task of a graph. The lengths of such a task can be updated.
+task of a graph. The query and KV lengths of a captured task can be updated.
 
 Operators: ``npu_scatter_pa_kv_cache`` writes the cache at slots, which are read from a tensor.
-``npu_fused_infer_attention_score`` computes attention in the layout TND; its lengths are lists on
-the host. In graphs whose lengths are never updated, the layout is BSND, and a mask hides the keys
-after each query.
+``npu_fused_infer_attention_score`` computes attention in the layout TND, and gets the lengths as
+lists on the host. In graphs whose lengths are never updated, the layout is BSND, and a mask hides
+the keys after each query.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPARSE_MODE_NONE, SPARSE_MODE_CAUSAL, SPARSE_MODE_BAND = 0, 3, 4
 
 @dataclass(frozen=True)
 class AttentionOperator:
-    """An attention operator of torch_npu whose lengths are lists on the host.
+    """An attention operator of torch_npu that gets query and KV lengths as lists on the host.
 
     Attributes:
         query_ends, kv_lens: names of the operator's arguments for cumulative query lengths and KV
@@ -46,7 +46,7 @@ class AttentionOperator:
 
     @cached_property
     def overload(self) -> Any:
-        """The operator's overload that writes its results to given tensors."""
+        """The overload that writes the operator's results to given tensors."""
         return getattr(torch.ops.npu, self.name).out
 
     @cached_property
@@ -57,7 +57,7 @@ class AttentionOperator:
         return npu.update_at_once(self.name)
 
     def max_workspace(self, arguments: Arguments) -> Tensor:
-        """Return a workspace that is large enough for any lengths."""
+        """Return a workspace that is large enough for all query and KV lengths."""
         sizing = getattr(torch.ops.npu, f"_{self.name}_get_max_workspace")
         workspace: Tensor = sizing(**arguments)
         return workspace
@@ -90,8 +90,8 @@ class AttentionTasks(Protocol):
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """The lengths of requests that attend directly (see ``AttentionMetadata``), and the slots of
-    new keys. Both are on the device.
+    """Tensors on the device: the lengths of requests that attend directly (see
+    ``AttentionMetadata``), and the slots of new keys.
 
     Some operators read their lengths on the device. In a captured graph, these operators need no
     update. If the KV cache is sharded, the lengths and slots of this object are for the cache of
@@ -141,8 +141,8 @@ class AttentionMetadata:
         num_tokens: number of live tokens of this rank; activations can have more rows, for padding.
         written: [num_written], the slots to which new KV is written; nothing is written to slot -1.
             The slots are in the order of this rank's live tokens. If prompts are split, ``written``
-            contains the slots for the tokens of all prefill ranks, rank by rank.
-        num_exchanged: if prompts are split, the number of elements of ``written`` for each prefill
+            contains the slots for the tokens of all PCP ranks, rank by rank.
+        num_exchanged: if prompts are split, the number of elements of ``written`` for each PCP
             rank; otherwise 0.
         written_rope: the rows of cosines and sines for the tokens in ``written``; None if writing
             the cache does not need them.
@@ -304,8 +304,8 @@ class PagedAttention:
     def _attend_padded(
         self, q: Tensor, out: Tensor, cache: KVCache, metadata: AttentionMetadata
     ) -> None:
-        """Compute attention for one query of each request. All requests have equally many keys, and
-        a mask hides padding keys.
+        """Compute attention for one query of each request. All requests have the same number of
+        keys, and a mask hides padding keys.
         """
         assert self.window is None and self.sinks is None
         arguments: Arguments = {

@@ -288,7 +288,7 @@ def _inverse_of_unit_triangle(below: Tensor) -> Tensor:
 
 def _below(first: Tensor, corner: Tensor, second: Tensor) -> Tensor:
     """Return the matrix [..., 2 n, 2 n] with the triangles ``first`` and ``second`` on the
-    diagonal, and ``corner`` below it.
+    diagonal, and ``corner`` below the diagonal.
     """
     above = torch.cat([first, torch.zeros_like(first)], -1)
     return torch.cat([above, torch.cat([corner, second], -1)], -2)

@@ -68,11 +68,11 @@ class ExpertLayer:
 
     Without expert parallelism, each routed expert is split over the tensor parallel group. With
     expert parallelism, each rank of the expert parallel group has some of the experts, and these
-    experts are not split. Shared experts are always split over the tensor parallel group. One sum
-    over the tensor parallel group adds up the results of routed and shared experts.
+    experts are not split. Shared experts are always split over the tensor parallel group. One
+    all-reduce in the tensor parallel group adds up the results of routed and shared experts.
 
     Attributes:
-        exchanges: the exchanges with other ranks that a step can use, by their kind; empty without
+        exchanges: maps each kind of exchange that a step can use to the exchange; empty without
             expert parallelism.
     """
 

@@ -88,9 +88,9 @@ class Int8GroupedProduct:
 
 @dataclass(frozen=True)
 class Int8SwigluProduct:
-    """An ``InnerProduct`` in one operator, which multiplies by the weights of gate and up, computes
-    SwiGLU, and converts the results to int8. The intermediate results are not rounded to the type
-    of activations.
+    """An ``InnerProduct`` that is one operator. The operator multiplies by the weights of gate and
+    up, computes SwiGLU, and converts the results to int8. The intermediate results are not rounded
+    to the type of activations.
 
     Attributes:
         weight: [num_local, hidden, 2 * width] int8, in FRACTAL_NZ; gate comes first, then up.

@@ -29,7 +29,8 @@ HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class LatentPrologue:
-    """The work before latent attention, in int8. The weights are in FRACTAL_NZ.
+    """Does the work before latent attention in one operator, in int8. The weights are in
+    FRACTAL_NZ.
 
     Attributes:
         queries: the product that computes the queries' latents: hidden -> 1536.

@@ -187,9 +187,9 @@ class LocalExperts:
     width of every expert.
 
     Attributes:
-        inner: for each expert, multiplies by the weights of gate and up, and applies the
+        inner: multiplies each expert's rows by its weights of gate and up, and applies the
             activation: hidden -> width.
-        down: for each expert, multiplies by the weights of down: width -> hidden.
+        down: multiplies each expert's rows by its weights of down: width -> hidden.
         first: index of this rank's first expert among the experts of all ranks.
         num_experts: number of experts of all ranks together, copies included.
         quantises_sorted: whether the operator that sorts rows by experts also converts them to

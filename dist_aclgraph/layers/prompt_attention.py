@@ -34,7 +34,7 @@ class DeviceLaunch:
 
 @dataclass(frozen=True)
 class DeviceChunk:
-    """The KV tokens whose keys are read together.
+    """A chunk of keys that are read together.
 
     Attributes:
         own: slots on this shard whose rows are sent to all ranks; None if the cache is not sharded.

@@ -86,8 +86,8 @@ class Choice(NamedTuple):
     Attributes:
         keys: [num_direct, 1, top_k] int32, for each query, the positions of its chosen keys; the
             remaining elements are -1.
-        own: [n, 1, top_k] int32, for each of the first n queries, the slots of its chosen keys that
-            this shard keeps; the remaining elements are -1. Only the first n queries attend to
+        own: [n, 1, top_k] int32, for each of the first n queries, the slots of the chosen keys that
+            are on this shard; the remaining elements are -1. Only the first n queries attend to
             chosen keys on all shards. None if there are no such queries.
     """
 
@@ -96,7 +96,7 @@ class Choice(NamedTuple):
 
 
 def own_slots(chosen: Tensor, rows: ShardRows) -> Tensor:
-    """Return, for each query, the slots of its chosen keys that this rank's shard keeps; the
+    """Return, for each query, the slots of the chosen keys that are on this rank's shard; the
     remaining elements are -1.
 
     Args:

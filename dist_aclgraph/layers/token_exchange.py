@@ -44,7 +44,7 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class AllGather:
-    """Every rank gets all tokens, and contributes the results of its experts to the sum."""
+    """Sends all tokens to every rank. Each rank adds the results of its experts to the sum."""
 
     group: CommGroup
     local: LocalExperts
@@ -111,10 +111,10 @@ class AllToAll:
         fits: Tensor,
         num_places: int,
     ) -> Tensor:
-        """Return the rows to send, [num_places, columns]. Places without tokens contain padding."""
+        """Return the rows to send, [num_places, columns]. Rows without tokens contain padding."""
         more, m, device = (0, 0, 0, 1), x.shape[0], x.device
-        # An additional padding token fills the places without a token. An additional place, which
-        # is not returned, receives the tokens that are not sent.
+        # An additional padding token fills the rows without a token. An additional row, which is
+        # not returned, receives the tokens that are not sent.
         nowhere = self.local.num_experts
         tokens = pack(pad(x, more), pad(experts, more, value=nowhere), pad(weights, more))
         source = torch.full((num_places + 1,), m, dtype=torch.int32, device=device)
@@ -127,7 +127,7 @@ class AllToAll:
 @dataclass(frozen=True)
 class Mc2Exchange:
     """Lets the operators of MC2 send each token to each of its experts. These operators send only
-    tokens, whereas an all-to-all also sends empty places.
+    tokens, whereas an all-to-all also sends rows without tokens.
 
     The operators are ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``. The
     planner checks the limits of these operators. If the operators accept no mask, padding tokens

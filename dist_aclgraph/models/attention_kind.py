@@ -46,7 +46,7 @@ class LayerAttention(Protocol):
 
     @property
     def quantises_rows(self) -> bool:
-        """Whether the input of ``project`` is read by int8 products and by nothing else."""
+        """Whether only int8 products read the input of ``project``."""
 
     def project(
         self, h: Rows, rope: Rope, metadata: AttentionMetadata | None

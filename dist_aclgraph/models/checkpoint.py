@@ -43,8 +43,9 @@ SCALED, FLOATS = ("F8_E4M3", "I8"), ("BF16", "F16", "F32", "F64")
 class Checkpoint:
     """The tensors of a directory of safetensors files.
 
-    The object owns the open files, and one buffer for all pieces, because a new buffer for each
-    piece would need new memory pages. It knows names and shapes, but nothing about layers or ranks.
+    The object owns the open files, and one buffer. Tensors are read piece by piece through this
+    buffer, because a new buffer for each piece would need new memory pages. It knows names and
+    shapes, but nothing about layers or ranks.
 
     Attributes:
         dtype: type to which all floats are converted when they are read. The files can store
@@ -410,7 +411,7 @@ class Checkpoint:
         ranks' experts, are not checked.
 
         Raises:
-            UnsupportedModelError: a bias with values other than zero was not read.
+            UnsupportedModelError: a bias that was not read has a value that is not zero.
         """
         modules = {name.rpartition(".weight")[0] for name in self._read_names}
         for name in sorted(self._file_of.keys() - self._read_names):

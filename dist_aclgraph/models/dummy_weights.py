@@ -1,8 +1,8 @@
 """Weights without files: a checkpoint whose tensors are zeros. Their shapes follow from
 config.json.
 
-The model's answers are meaningless, but steps take the same time as with real weights. The emulated
-NPU counts the zeros as used device memory, although they use no memory of the host.
+The model's answers are meaningless, but steps take the same time as with real weights. In the
+emulated NPU, the zeros occupy device memory, but no memory of the host.
 """
 
 from __future__ import annotations

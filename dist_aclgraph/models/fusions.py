@@ -136,7 +136,8 @@ FUSIONS = (
         "latent_prologue",
         # This operator replaces all operators after a layer's norm and before latent attention.
         # CANN 8.5 is not supported, because in its published sources, the operator's arguments have
-        # another order. Documents of later versions of CANN also allow other sizes than this entry.
+        # another order. Documents of later versions of CANN also allow sizes that this entry does
+        # not allow.
         "npu_mla_prolog_v3",
         dtypes=("bfloat16",),
         widths=(6144, 7168, 7680),
@@ -203,8 +204,8 @@ class Fusions:
         return True
 
     def report(self) -> dict[str, str]:
-        """Return, for each operator, how many places use it, or why no place uses it. Operators for
-        which the model has no place are omitted.
+        """Return, for each operator, how many places of the model use it, or why no place uses it.
+        Operators for which the model has no place are omitted.
         """
         return {name: self._describe(name) for name in self._fusions if name in self._wanted}
 

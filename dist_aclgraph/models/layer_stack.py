@@ -43,7 +43,7 @@ class FeedForward(Protocol):
 
     @property
     def quantises_rows(self) -> bool:
-        """Whether the input is read by int8 products and by nothing else."""
+        """Whether only int8 products read the input."""
 
     def __call__(self, x: Rows, slots: Tensor, step: ExpertStep) -> Tensor:
         """Map [n, hidden] to [n, hidden], summed over the ranks."""

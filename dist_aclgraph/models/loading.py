@@ -214,7 +214,7 @@ class WeightSlices:
         """Return a norm. Its results are floats or int8, whichever the layers after the norm need.
 
         Args:
-            quantises_rows: whether the results are read by int8 products and by nothing else.
+            quantises_rows: whether only int8 products read the results.
         """
         if not isinstance(norm, RmsNorm):
             return norm

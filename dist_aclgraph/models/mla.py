@@ -119,8 +119,8 @@ class MultiHeadLatentAttention:
 
 
 def _has_int8_rows(inputs: tuple[Tensor, ...]) -> bool:
-    """Return whether these inputs of ``attend`` are the inputs of the prologue. If false, they are
-    the results of separate operators.
+    """Return whether ``inputs``, the inputs of ``attend``, are int8 rows for the prologue. If
+    false, they are the results of separate operators.
     """
     return inputs[0].dtype == torch.int8
 

@@ -198,7 +198,7 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
 
     Ray Serve's own configuration determines where its proxy listens and how the proxy limits
     connections. So ``serve.host``, ``serve.port`` and the limits on headers, readers and
-    connections have no effect here.
+    connections have no effect in this application.
 
     Raises:
         ConfigError: the API keys cannot be read.

@@ -138,7 +138,7 @@ def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: i
     rotated = spec.latent.rope_dim if spec.latent else 0
     found = spec.latent.kv_rank if spec.latent else spec.head_dim
     # The queries exist in four forms: the rank's queries, the queries of all ranks, these queries
-    # in order, and their two parts. The last summand counts the results of attention.
+    # in order, and their two parts. The last summand is the size of attention's results.
     queries = (1 + dcp + 2 * groups) * (found + rotated) + groups * found
     # The results in float32 exist in six forms: without empty results, ordered by receiver, joined,
     # sent, received and merged.
@@ -152,7 +152,7 @@ def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: i
 def _grouped(spec: ModelSpec, tp: int) -> int:
     q, kv = spec.num_heads // tp, kv_heads_per_rank(spec.num_kv_heads, tp)
     # Queries, keys and values exist twice: before and after normalisation and rotation. The last
-    # summand counts the output of attention.
+    # summand is the size of attention's output.
     heads = 2 * (q + 2 * kv) + q
     if spec.qk_norm_spans_heads and tp > 1:
         heads += FLOAT32_ELEMENTS * (q + kv)  # queries and keys in float32, rescaled
@@ -166,7 +166,7 @@ def _linear(linear: LinearSpec, tp: int) -> int:
     width = linear.num_value_heads // tp * linear.value_dim
     # The convolution's inputs exist three times: as projected, joined with the states, and in the
     # order of requests. The convolution needs three float32 tensors for its sum. The last summand
-    # counts the inputs of the delta rule.
+    # is the size of the delta rule's inputs.
     mixed = (3 + 3 * FLOAT32_ELEMENTS + 2) * channels
     # These tensors are float32: the decays, their inputs and their logarithms; the delta rule's
     # inputs, before and after they are scaled or decayed.
@@ -187,7 +187,7 @@ def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> int:
 
 def _indexer(indexer: IndexerSpec) -> int:
     # Queries and one key exist in three forms: as projected, in two parts, and joined. The last
-    # summand counts the chosen keys (int32).
+    # summand is the size of the chosen keys' indices (int32).
     return 3 * (indexer.num_heads + 1) * indexer.head_dim + indexer.num_heads + 2 * indexer.top_k
 
 

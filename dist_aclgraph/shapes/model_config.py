@@ -89,8 +89,9 @@ class ModelConfig:
 
     @property
     def max_position_embeddings(self) -> int:
-        """Length of the context without scaling. As in vLLM, ``model_max_length`` has priority over
-        ``max_position_embeddings``, which is smaller in Command R.
+        """Context length of the model before its rotary embedding is scaled. As in vLLM,
+        ``model_max_length`` has priority over ``max_position_embeddings``, which is smaller in
+        Command R.
         """
         longer = "model_max_length"
         key = longer if self.has(longer) else "max_position_embeddings"
@@ -221,8 +222,8 @@ class ModelConfig:
         older ``rope_scaling`` takes precedence over ``rope_parameters``, because users add
         ``rope_scaling`` to files that were published long ago.
 
-        If each type of layer has its own embedding, ``rope`` is the embedding of layers without
-        window.
+        If each type of layer has its own embedding, ``rope`` is the embedding of the layers without
+        a window.
         """
         if (separate := self.separate_ropes) is not None:
             full = separate.part(FULL_ATTENTION) or self.empty_part()

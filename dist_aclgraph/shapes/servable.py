@@ -25,7 +25,7 @@ JOINED_EXPERTS = (
 def read_servable_spec(config: Config) -> ModelSpec:
     """Return the shape of a deployment's model.
 
-    Every command reads the shape here before anything starts, so that ``plan`` and ``simulate``
+    Every command calls this function before anything starts, so that ``plan`` and ``simulate``
     refuse the same models as ``serve``.
 
     Raises:

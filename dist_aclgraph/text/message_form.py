@@ -265,7 +265,9 @@ def _is_text(part: Any) -> bool:
 
 
 def _reads_parts(node: nodes.Node, names: set[str]) -> bool:
-    """Return whether a node reads the text of a content's item, or of all items in a loop."""
+    """Return whether a node reads the text of one item of a content, or loops over a content and
+    reads the text of each item.
+    """
     if isinstance(node, nodes.For):
         items = {name.name for name in node.target.find_all(nodes.Name)} | _own_name(node.target)
         return _is_content(node.iter, names) and any(

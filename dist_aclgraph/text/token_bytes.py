@@ -47,7 +47,7 @@ class TokenBytes:
         """Return the text that a token always adds if the bytes before it are whole characters.
 
         None if this text may depend on other tokens: the token's bytes are not whole characters, or
-        the decoder does more than to join bytes.
+        the decoder also changes the joined bytes.
         """
         if token_id not in self._whole:
             text = self[token_id].decode(errors="ignore") if self._only_joins else None

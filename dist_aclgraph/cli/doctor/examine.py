@@ -183,7 +183,7 @@ def _torch_build() -> Finding:
 
 
 def device_finding(npus: list[str], *, is_emulator_built: bool) -> Finding:
-    """Return the finding about the devices on which ranks can run here.
+    """Return the finding that says on which devices of this machine ranks can run.
 
     A missing device is only a warning, because the head of a cluster needs no device.
 

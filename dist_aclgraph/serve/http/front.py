@@ -1,9 +1,9 @@
 """The application of the server. While there is no API, this application responds with 503.
 
-The application always serves the status page, which shows why there is no API, and polls until
-there is an API. While there is no API, other requests wait for a moment before they get the 503.
-Usually this process has just replaced another process; because of the wait, clients do not notice
-the replacement.
+The application always serves the status page. While there is no API, the page shows the reason, and
+polls until there is an API. While there is no API, other requests wait for a moment before they get
+the 503. Usually this process has just replaced another process; because of the wait, clients do not
+notice the replacement.
 """
 
 from __future__ import annotations

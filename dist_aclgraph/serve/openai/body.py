@@ -116,7 +116,8 @@ class BodyBudget:
 
 
 class HeldBody:
-    """The ASGI ``receive`` of one request. It counts the bytes of the body in the budget.
+    """The ASGI ``receive`` of one request. It adds the bytes of the request's body to the budget's
+    count.
 
     Args:
         copies: number of copies of each byte in memory.

@@ -1,4 +1,4 @@
-"""Turns the messages of a conversation into a generation, for all APIs that have messages."""
+"""Makes a ``Generation`` from the messages of a conversation, for all APIs that have messages."""
 
 from __future__ import annotations
 

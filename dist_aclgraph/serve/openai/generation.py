@@ -121,7 +121,8 @@ def _no_reader() -> None:
 
 @dataclass
 class Generation:
-    """Owns the outstanding engine requests of one HTTP request, and its journal.
+    """Owns the engine requests of one HTTP request that have not ended, and the journal of the HTTP
+    request.
 
     Choices are numbered prompt by prompt, with ``num_choices`` choices for each prompt. The seed of
     a prompt's choice j is seed + j. Only the first choice of a prompt asks the engine for the

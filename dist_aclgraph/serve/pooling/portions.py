@@ -1,7 +1,7 @@
 """Runs requests with many prompts and short answers. A request's prompts run in portions.
 
-Such a request has no journal. If its process is lost, another process runs the request from the
-beginning.
+Such a request has no journal. If the process that runs the request is lost, another process runs
+the request from the beginning.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class JournalBudget(Protocol):
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
-    """The first record of a request: the request has been accepted.
+    """The first record of a request. It says that the request has been accepted.
 
     Attributes:
         num_sent: number of bytes that were sent over the connection before this response.
