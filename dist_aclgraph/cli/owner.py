@@ -71,7 +71,7 @@ def own_deployment(
 
     Raises:
         RayDiedError: the Ray that was started for the deployment has died. The caller may start a
-            new deployment. Until the new deployment serves, requests wait at their ingress.
+            new deployment. Until the new deployment serves, requests wait in the ingresses.
         DistAclGraphError: the deployment did not start, or it died.
         SystemExit: a signal arrived before anything was served; the code is 128 plus the signal's
             number.

@@ -2,7 +2,7 @@
 converts the errors of ``npu_emulator`` to errors of dist_aclgraph.
 
 ``python -m dist_aclgraph.device.emulator`` builds the emulated libraries. With ``run -- COMMAND``,
-it runs a program on the emulated NPU.
+this command runs a program on the emulated NPU.
 """
 
 from __future__ import annotations

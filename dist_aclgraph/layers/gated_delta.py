@@ -62,7 +62,7 @@ class ShortConvolution:
         padded = torch.cat([x, before]).index_select(0, at.padded)
         count = padded.shape[0] - self.width + 1
         # Each pass of this loop adds one of the ``width`` inputs of every token. A single pass for
-        # all inputs would need ``width`` times the memory.
+        # all inputs would need ``width`` times as much memory.
         total = padded[:count].float() * self.weight[0]
         for i in range(1, self.width):
             total = torch.addcmul(total, padded[i : i + count].float(), self.weight[i])

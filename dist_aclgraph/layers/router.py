@@ -86,8 +86,8 @@ class Router:
 
         If experts have copies, each id is the slot of the chosen copy in ``ExpertPlacement``. The
         experts of padding tokens have an id that is one above the last expert's id: operators
-        accept this id, and no rank has an expert with this id. (With a negative id, CANN 9 would
-        count no tokens.)
+        accept this id, and no rank has an expert with this id. (With a negative id, the operator of
+        CANN 9 could return zero for all experts' numbers of rows.)
 
         Args:
             x: [n, hidden].

@@ -245,8 +245,7 @@ class LayerStack:
         """Run all layers.
 
         Args:
-            embed: computes the first layer's input from ``inputs``; this is a part of the first
-                segment.
+            embed: computes the first layer's input from ``inputs``, as a part of the first segment.
             inputs: [num_tokens, ...] each.
             positions: [num_tokens] int32.
             slots: [num_tokens] int32, slots of the tokens; padding tokens have ``PADDING_SLOT``.

@@ -1,8 +1,8 @@
 """Reads a checkpoint into the page cache before ranks copy slices from it.
 
 So the disk reads the next chunks while the process converts slices. The chunks of each file are
-divided among the ranks of a node. Together, the ranks request each byte of a file once, from the
-first to the last. All ranks profit from this order, because they need slices of the same tensors at
+divided among the ranks of a node. Together, the ranks request each byte of a file once, in
+ascending order. All ranks profit from this order, because they need slices of the same tensors at
 about the same time.
 """
 

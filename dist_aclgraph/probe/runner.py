@@ -153,8 +153,8 @@ class Runner:
 
 def context_of(kind: DeviceKind) -> ForkServerContext | SpawnContext:
     """Return the multiprocessing context that starts child processes. For the emulator, child
-    processes are forked from a process that has loaded the emulator. For a real device, they start
-    without any library.
+    processes are forked from a process that has loaded the emulator. For a real device, child
+    processes start without loaded libraries.
     """
     if kind == "npu":
         return multiprocessing.get_context("spawn")

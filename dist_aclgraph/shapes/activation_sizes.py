@@ -143,8 +143,8 @@ def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: i
     # The results in float32 exist in six forms: without empty results, ordered by receiver, joined,
     # sent, received and merged.
     floats = (4 * groups + 2 * dcp + 1) * (found + LOGS)
-    # For each key that an indexer chooses, its position and slot are in ten tensors of 32 bits and
-    # in two tensors of 64 bits.
+    # For each key that an indexer chooses, its position and slot are stored in ten tensors of
+    # 32-bit elements and in two tensors of 64-bit elements.
     remapped = (10 * 4 + 2 * 8) * spec.indexer.top_k if spec.indexer else 0
     return heads * (queries * element_bytes + floats * FLOAT32_BYTES) + remapped
 

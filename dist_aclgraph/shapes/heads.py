@@ -59,7 +59,7 @@ def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:
     have copies of the same head.
 
     Raises:
-        ConfigError: the heads cannot be spread evenly.
+        ConfigError: the heads cannot be divided evenly among the ranks.
     """
     if num_kv_heads % tp and tp % num_kv_heads:
         raise ConfigError(

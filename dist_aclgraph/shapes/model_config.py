@@ -321,7 +321,7 @@ def _explain_no_config(directory: Path) -> None:
 
 
 def _joined(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all keys of an object.
+    """Return the keys of config.json's top level, merged with the keys of the text part.
 
     Keys of the text part replace the same keys at the top level, but the stop tokens of both levels
     are used. As in transformers, ``architectures``, ``model_type`` and ``tie_word_embeddings`` of

@@ -128,7 +128,7 @@ class RowRange:
     """Rows of a stored tensor that loaders read as a separate tensor.
 
     Attributes:
-        part: a text that is a part of the separate tensor's usual name.
+        part: a text that the usual name of the separate tensor contains.
         first, count, total: index of the first row, number of rows, and the stored tensor's number
             of rows.
     """
@@ -208,9 +208,11 @@ class ModelSpec(ModelFacts):
         norms_center: whether norms subtract the mean first (layer norms). Such norms of queries and
             keys have separate weights for each head.
         embedding_scale: factor by which the embeddings of tokens are multiplied.
-        attention_scale: factor of the attention scores; None means ``head_dim ** -0.5``.
-        residual_scale: factor of the results of attention and of the feed-forward part.
-        logit_scale: factor of the logits.
+        attention_scale: factor by which attention scores are multiplied; None means ``head_dim **
+            -0.5``.
+        residual_scale: factor by which the results of attention and of the feed-forward part are
+            multiplied.
+        logit_scale: factor by which logits are multiplied.
     """
 
     intermediate_size: int

@@ -106,9 +106,9 @@ def read_rope_spec(
         rope_dim: number of rotated elements of a head.
         rotates_part: whether the family may rotate only a part of a head, see ``read_rotary_dim``.
         by_type: whether layers with a window may have a separate embedding, which
-            ``read_window_rope`` reads. In such a family, transformers ignores a ``rope_parameters``
-            without separate embeddings. So a checkpoint is refused if these values would change the
-            embedding.
+            ``read_window_rope`` reads. In such a family, transformers ignores values of
+            ``rope_parameters`` that are not separate for each type of layer. So a checkpoint is
+            refused if these values would change the embedding.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.

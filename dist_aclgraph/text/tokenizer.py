@@ -351,7 +351,7 @@ def _read_tokenizer(directory: Path, described: Mapping[str, Any]) -> tokenizers
         return read_sentencepiece(path, described)
     except ModelError:
         raise
-    except BaseException as e:  # a panic of the library is no Exception
+    except BaseException as e:  # the class of a panic is not derived from Exception
         raise _translate(e, ModelError(f"{path} is not a tokenizer: {e}")) from e
 
 

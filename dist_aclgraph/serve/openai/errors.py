@@ -1,4 +1,4 @@
-"""Our errors as HTTP statuses, and as error objects of OpenAI and of Anthropic.
+"""Converts our errors to HTTP statuses, and to error objects of OpenAI and of Anthropic.
 
 No other module maps errors to statuses. Errors below ``ANTHROPIC_PATH`` have Anthropic's form.
 Responses with status 429 or 503 have the header Retry-After.
@@ -57,7 +57,7 @@ class GenerationTimeoutError(RequestError):
 
 
 class WrongTaskError(RequestError):
-    """The model is for another task than the endpoint."""
+    """The model's task is not a task of the endpoint."""
 
     code = "wrong_task"
 

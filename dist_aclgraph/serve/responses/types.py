@@ -48,7 +48,7 @@ from dist_aclgraph.text.chat_template import ChatOptions
 LOGPROBS = "message.output_text.logprobs"
 ENCODED_REASONING = "reasoning.encrypted_content"
 MAX_INCLUDED = 64
-MAX_METADATA_BYTES = 16 << 10  # limited, because each event with a response contains the metadata
+MAX_METADATA_BYTES = 16 << 10  # because each event with a response contains the metadata
 _NOTHING = (b"", b"null")
 
 

@@ -58,7 +58,7 @@ class HeldConnection(NamedTuple):
 
 @dataclass
 class HolderLink:
-    """The side of the link in the process that answers requests. Only one thread may use this
+    """The end of the link that the process that answers requests uses. Only one thread may use this
     object.
 
     Attributes:
@@ -119,7 +119,7 @@ class HolderLink:
 
 
 class ConnectionHolder:
-    """The supervisor's side of the link. Owns the supervisor's descriptors of connections and
+    """The supervisor's end of the link. Owns the supervisor's descriptors of connections and
     journals.
     """
 
