@@ -137,7 +137,8 @@ def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
     Raises:
         ConfigError, ModelError: see ``open_service``.
         DistAclGraphError: the deployment did not start, the deployment died, or the ingress failed.
-        SystemExit: a signal arrived before anything was served; the code is 128 plus its number.
+        SystemExit: a signal arrived before anything was served. The code is 128 plus the signal's
+            number.
     """
     with open_service(config) as opened, Signals() as signals:
         ProcessLog("service").open(opened.config.logging, has_terminal=True)

@@ -79,7 +79,7 @@ class CommGroup:
     def all_to_all(self, x: Tensor) -> Tensor:
         """Send each member its part of ``x``, and return the parts that this member receives.
 
-        ``x`` and the result are [n * size,...]: one part [n,...] for each member, in group order.
+        ``x`` and the result are [n * size, ...]: one part [n, ...] for each member, in group order.
         """
         if self.size == 1:
             return x

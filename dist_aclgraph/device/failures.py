@@ -106,7 +106,7 @@ def classify(error: BaseException) -> FailureCause:
 
 def device_error(error: BaseException, doing: str) -> DistAclGraphError:
     """Convert an exception of torch_npu to an error of this package. The caller raises the result
-    with ``raise... from error``.
+    with ``raise ... from error``.
     """
     if isinstance(error, DistAclGraphError):
         return error

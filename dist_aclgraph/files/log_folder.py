@@ -89,7 +89,7 @@ def _sweep(new: Path, num_kept: int) -> None:
 
 
 def _sweep_files(folder: Path) -> None:
-    """Remove the oldest files of processes of this host that have ended."""
+    """Remove the oldest files of this host's processes that have ended."""
     name = re.compile(rf".+-{re.escape(file_name(socket.gethostname()))}-(\d+)\.log(\.\d+)?")
     ended = [
         path

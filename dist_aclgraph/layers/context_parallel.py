@@ -113,7 +113,7 @@ class ContextParallel:
         """Gather cache rows of all shards, [shards * m, width]; ``find_keys`` explains their order.
 
         Args:
-            caches: this shard's tensors, [num_slots,...]. Each returned row contains the rows of
+            caches: this shard's tensors, [num_slots, ...]. Each returned row contains the rows of
                 one slot in all tensors.
             own: [m], the slots of this shard whose rows are read.
         """

@@ -140,7 +140,7 @@ class GatedDelta:
 
 
 def _begin(states: Tensor, at: PromptStates) -> Tensor:
-    """Return the states before the prompts' first tokens, [num_reqs,...]. A new request's state is
+    """Return the states before the prompts' first tokens, [num_reqs, ...]. A new request's state is
     zero.
     """
     found = states.index_select(0, at.sources)

@@ -136,7 +136,7 @@ class LatentAttention:
         """Return the latents, [n, 512], and the rotated keys, [n, 64], of some tokens.
 
         Args:
-            rows: the rows of these tokens, from each tensor of ``stored``.
+            rows: for each tensor of ``stored``, the rows of these tokens.
         """
         latents, rope_keys = rows
         return latents, rope_keys
@@ -313,7 +313,7 @@ def write_latents(
 
 
 def pad_heads(absorbed: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both parts of the queries, [n, heads,...]. The operators of latent attention accept
+    """Return both parts of the queries, [n, heads, ...]. The operators of latent attention accept
     only powers of two as the number of heads. If the number is not a power of two, heads of zeros
     are added at the end. The results of these heads are not used.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# endings of tensor names: tensors with values, tensors with powers
+# endings of the names of tensors: values, powers
 BLOCKS, SCALES = "_blocks", "_scales"
 STORED = ("U8",)  # safetensors' name of the stored type of values and powers
 GROUP = 32  # number of values that share a power

@@ -113,8 +113,8 @@ def check_shards(
     if num_shards == 1:
         return
     copies = tp if is_latent else max(1, tp // num_kv_heads)
-    # The keys are the allowed numbers of shards. A value is the number of ranks with different
-    # heads. These ranks gather their queries, and each rank computes attention for all queries.
+    # Maps each allowed number of shards to the number of ranks whose heads differ. These ranks
+    # gather their queries, and each rank computes attention for all queries.
     legal = {num_prompt_ranks * n: n for n in range(1, copies + 1) if copies % n == 0}
     if num_shards not in legal:
         count = copies * num_prompt_ranks

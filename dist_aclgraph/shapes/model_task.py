@@ -72,7 +72,7 @@ def read_task(config: Config) -> ModelTask:
 
 
 def _read_steps(directory: Path) -> dict[str, str]:
-    """Return the folders of the steps to an embedding, by class name; empty if there is no
+    """Return a mapping from the class name of each step to the step's folder; empty if there is no
     modules.json.
 
     Raises:

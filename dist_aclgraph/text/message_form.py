@@ -1,6 +1,6 @@
 """MessageForm: the form in which a chat template reads the content and the role of a message.
 
-A content is one text, or a list of parts ``{"type": "text", "text":...}``. Most templates read
+A content is one text, or a list of parts ``{"type": "text", "text": ...}``. Most templates read
 texts, some read parts, and some read both. The form is found in the template's syntax tree. A
 template reads parts if it loops over a content and reads the text of each item, or if it reads the
 text of one item.

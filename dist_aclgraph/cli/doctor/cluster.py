@@ -20,7 +20,7 @@ from dist_aclgraph.cli.doctor.rdma_links import ping_failures
 from dist_aclgraph.config import Config
 
 TIMEOUT_S = 120.0  # long, because a busy node needs time to start a process and to load CANN
-PORTS_OF_A_GROUP = 4  # number of ports of a group, without its port for KV blocks
+PORTS_OF_A_GROUP = 4  # number of ports of a group, not counting its port for KV blocks
 MAX_PORTS = 128  # maximum number of ports that are tried in one range
 
 

@@ -131,7 +131,8 @@ class ConnectionHolder:
         return len(self._held)
 
     def open(self) -> socket.socket:
-        """Return the socket for the other side of a new link, which the next forked process uses.
+        """Return the socket for the other end of a new link. The next forked process uses this
+        socket.
 
         The signal SIGIO tells this process that a message has arrived. The caller must handle
         SIGIO, which would otherwise end this process.
