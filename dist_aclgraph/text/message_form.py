@@ -244,7 +244,7 @@ def _with_metadata(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_object(call: Any) -> Any:
-    """If a call's arguments are the text of a JSON object, replace the text by the object. Other
+    """Return a call. If its arguments are the text of a JSON object, they become this object. Other
     arguments stay unchanged.
     """
     function = call.get("function") if isinstance(call, Mapping) else None
