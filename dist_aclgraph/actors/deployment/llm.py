@@ -89,7 +89,7 @@ class LLM:
         overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``; they override ``options``.
         start: a function that starts the deployment, by default on Ray.
         options: options of vLLM, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; see the
-            list in ``config/vllm_options.py``.
+            list in ``vllm_options.py``.
 
     Raises:
         ConfigError: our configuration has no such option, or a value is not allowed.
