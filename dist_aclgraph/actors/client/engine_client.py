@@ -104,13 +104,14 @@ class EngineClient:
         self._node_id = node_id
         self._link_s = link_s
         self._groups_version = 0
-        # If groups are equally good, each replica of the ingress starts with a random group.
+        # If the router finds several groups equally good, each replica of the ingress begins with a
+        # random group.
         router = RequestRouter(first=secrets.randbelow(len(addresses)))
         self._table = RequestTable(router, recovery, lambda *command: self._commands.put(command))
         for index, address in enumerate(addresses):
             self._add(str(index), address, CACHE_BLOCKS, TOKENS_PER_BLOCK)
-        # Groups that run requests. Only the I/O thread changes this value, so a reader needs no
-        # lock.
+        # The number of groups that run requests. Only the I/O thread changes this value, so a
+        # reader needs no lock.
         self.num_groups = len(addresses)
         self._beat_s = beat_s(link_s)
         self._closing = threading.Event()
@@ -413,7 +414,8 @@ class EngineClient:
     def _follow(self, token: str, node_id: str) -> None:
         """If the token is new, switch to the deployment of this token.
 
-        Another deployment counts list versions from the start, so the last version is forgotten.
+        Each deployment numbers its group lists separately, so the version of the last list is
+        forgotten.
         """
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")

@@ -24,9 +24,7 @@ ANSWER_S = 10.0
 
 
 def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
-    """Return each graph's step time in seconds, as measured in the group in which the graph is
-    slowest.
-    """
+    """Return each graph's step time in seconds: the longest time that any group measured."""
     found: dict[BatchDescriptor, float] = {}
     for group in seen:
         for graph, seconds in group.step_seconds.items():

@@ -187,7 +187,8 @@ class Upkeep:
         ``SOUND_S``.
 
         The budget limits the restarts after a lasting fault, which ends every new group within
-        ``SOUND_S``. If a group served for longer, the restart was useful, so it does not count.
+        ``SOUND_S``. If a group served for longer, its restart was useful, so the budget does not
+        count this restart.
         """
         lost = self._serving.lost
         for _ in range(self._num_returned(lost)):

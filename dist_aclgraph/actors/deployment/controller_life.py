@@ -106,8 +106,8 @@ class ControllerKeeper:
         controller: the current controller; it might be dead already.
         progress: a text about the start of the next controller; "" while no controller is being
             started.
-        failure: the reason why no other controller will be started; "" while another controller may
-            be started.
+        failure: why the keeper has given up starting controllers; "" while the keeper may start
+            another controller.
     """
 
     def __init__(

@@ -285,8 +285,8 @@ class LLM:
             pooling_params: must be None.
 
         Raises:
-            InvalidParameterError: the model's task is not ``rerank``, or the number of queries is
-                neither 1 nor the number of documents.
+            InvalidParameterError: the model's task is not ``rerank``; or there are several queries,
+                and their number differs from the number of documents.
         """
         self._check_task("score", "rerank")
         check_absent(lora_request=lora_request, pooling_params=pooling_params)

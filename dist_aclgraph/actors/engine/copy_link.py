@@ -1,8 +1,8 @@
 """CopyLink: sends copy jobs to the workers, and receives the jobs' results.
 
-The link sends a message when jobs begin. While jobs run, it also sends a message in each step if at
-most one earlier message is unanswered. Each message lets the workers continue their jobs between
-two steps. Workers send only answers to these messages.
+The link sends a message when jobs begin. While jobs run, the link also sends messages between the
+steps; at most two messages are unanswered at a time. Each message lets the workers continue their
+jobs between two steps. Workers send only answers to these messages.
 """
 
 from __future__ import annotations

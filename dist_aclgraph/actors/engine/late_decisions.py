@@ -35,8 +35,8 @@ class LateDecisions:
         self._spare_s: dict[Kind, float] = {}
 
     def delay_s(self, running: StepPlan) -> float:
-        """Return how many seconds the next decision may wait, from the time when ``running`` is the
-        only step in flight.
+        """Return how many seconds the next decision may wait. The wait begins when ``running`` is
+        the only step in flight.
         """
         spare_s = self._spare_s.get(_kind(running), 0.0)
         return min(MAX_DELAY_S, max(0.0, spare_s - max(LEAST_SPARE_S, SPARE_PART * spare_s)))

@@ -72,7 +72,7 @@ class ForkAddress:
     Attributes:
         path: path of the server's socket.
         start: start time of the server's process; see ``processes.start_of``.
-        variables: those environment variables of the server that change how libraries are loaded.
+        variables: the server's environment variables that change how libraries are loaded.
     """
 
     path: str

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class ForkingStarter(ProcessStarter):
     """Owns a fork server from the first command until ``close``. Any thread may call all methods.
 
-    If this object is sent to another process, the copy there uses the server that the last call of
-    ``command`` has used here.
+    If this object is sent to another process, the copy of the object uses the server of the last
+    call of ``command``.
 
     Args:
         lent: a fork server that another process owns, and that ends later than this process. This

@@ -186,7 +186,7 @@ class Lease:
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:
-        """Record that a question has arrived. Renew the lease, unless the question may be old."""
+        """Record that a question has arrived. If the question cannot be old, renew the lease."""
         with self._lock:
             now_s = self._see()
             self._number = number
@@ -257,8 +257,8 @@ def leave_with_raylet() -> None:
 def watch_processes(
     names: dict[int, str], on_death: Callable[[str], None], stop: threading.Event | None = None
 ) -> None:
-    """Watch processes on a thread. When the first of them ends, call ``on_death`` once with its
-    name.
+    """Watch processes on a thread. When the first process ends, call ``on_death`` once with the
+    name of this process.
 
     Args:
         names: maps process ids to names of processes.

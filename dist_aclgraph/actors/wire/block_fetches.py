@@ -133,8 +133,8 @@ class BlockFetches:
             thread.start()
 
     def set_groups(self, groups: GroupList) -> None:
-        """From now on, allow fetches from those prefill groups in the list whose blocks this group
-        can read.
+        """Replace the list of groups. Fetches are allowed from each listed prefill group whose
+        blocks this group can read.
 
         Calls can arrive in any order. Of all lists, the one with the highest version is used.
         """
@@ -407,11 +407,11 @@ class BlockFetches:
         names: Sequence[BlockHash],
         depth: int,
     ) -> int:
-        """Fetch those files of blocks that are missing on this node, until a fetch fails. Return
-        the number of blocks, from the first on, that have all their files on this node.
+        """Fetch the files of blocks that this node lacks, until a fetch fails. Return how many
+        consecutive blocks, from the first block on, have all their files on this node.
 
-        Of the files of one block, the file of the first place is fetched last. Look-ups check only
-        this file, so they find a block only if it has all its files.
+        Of the files of one block, the file of the first place is fetched last. A look-up checks
+        only this file, so a look-up finds only blocks that have all their files.
 
         Args:
             places: this node's folders for files. The keys are the indexes of the places that this

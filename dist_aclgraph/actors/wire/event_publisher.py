@@ -1,10 +1,10 @@
 """Publishes numbered messages to subscribers outside the deployment, as vLLM's publisher does.
 
 A message has three frames: topic, number (8 bytes, big-endian), payload. A subscriber that reads
-too slowly loses messages. It notices a gap in the numbers, and requests a replay at the replay
-socket: it sends an empty frame, and a frame with the first missing number. The answer contains all
-messages from this number on that are still buffered. A last message with the number -1 and an empty
-payload ends the answer.
+too slowly loses messages. A subscriber that notices a gap in the numbers requests a replay at the
+replay socket. The request consists of an empty frame, and a frame with the first missing number.
+The answer contains all buffered messages from this number on. A last message with the number -1 and
+an empty payload ends the answer.
 
 Connections are neither encrypted nor authenticated. A subscriber can only read.
 """
@@ -44,7 +44,7 @@ class PublisherPlace:
         topic: the first frame of each message.
         buffer_steps, buffer_bytes: maximum number and maximum total size in bytes of the messages
             that each publisher stores for replays.
-        max_unsent: maximum number of messages that wait until one subscriber reads them.
+        max_unsent: maximum number of unread messages of one subscriber.
     """
 
     host: str

@@ -21,7 +21,7 @@ class DeviceFaults:
 
     def __init__(self) -> None:
         self.is_told_to_stop = False
-        self._is_sound = True  # whether device memory is intact, except KV and _bad_memory
+        self._is_sound = True  # whether all device memory outside the KV and _bad_memory is intact
         self._bad_memory: set[MemoryRange] = set()  # faulty memory that held tensors
 
     def fault_of(self, error: Exception, rank: RunningRank) -> DeviceFault | None:

@@ -136,8 +136,8 @@ class HixlMemory:
             self._read.give_back(slot)
 
     def close(self, timeout_s: float, *, is_lent: bool = False) -> None:
-        """End all links, and stop listening. Waiting reads fail. The memory is freed, unless a
-        thread or a link may still access it.
+        """End all links, and stop listening. Waiting reads fail. The memory is freed if no thread
+        and no link can access it.
 
         Args:
             is_lent: whether a thread may still use the part of the memory that is lent.
@@ -224,7 +224,7 @@ class HixlMemory:
 
     def _run(self, engine: Transfers, call: _Read) -> str | None:
         """Read a file. Return why the read failed; None if it succeeded. After a failure, free the
-        slot, unless the transfer may still write to the slot.
+        slot if the transfer cannot write to the slot later.
         """
         name, slot = call.lent.engine, call.slot
         try:
