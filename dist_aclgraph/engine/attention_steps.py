@@ -63,8 +63,8 @@ class AttentionSteps:
         self._max_queries, self._max_tokens = max_queries, max_tokens
         self._kind, self._place, self._npu = kind, place, npu
         # This rank's indices in context parallelism, for requests that attend directly. Such
-        # requests read the KV cache. But if an indexer chooses keys, they read the cache of index
-        # keys, which is not divided: every rank has all index keys.
+        # requests read the KV cache. But if an indexer chooses keys, these requests read the cache
+        # of index keys, which is not divided: every rank has all index keys.
         self._rows_place = place.whole if kind.chooses_keys else place
         self._remaps_choices = kind.chooses_keys and place.is_sharded
         self._causal_mask = make_causal_mask(npu.device)

@@ -153,7 +153,7 @@ class BlockCopier:
     def begin(
         self, number: int, block_ids: BlockIds, files: Sequence[FileName], *, is_load: bool
     ) -> None:
-        """Begin a copy job. Later calls of ``advance`` run it.
+        """Begin a copy job. Later calls of ``advance`` run the job.
 
         Args:
             block_ids: [n] int64, at least one.

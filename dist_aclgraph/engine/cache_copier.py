@@ -65,7 +65,7 @@ class CacheCopier:
         return self._blocks.num_read
 
     def begin(self, jobs: Sequence[CopyJob]) -> None:
-        """Begin copy jobs. Later calls of ``advance`` run them."""
+        """Begin copy jobs. Later calls of ``advance`` run the jobs."""
         for job in jobs:
             block_ids, checkpoints = unpack_ints(job.block_ids), unpack_ints(job.checkpoints)
             parts = {BLOCKS} if job.hashes else set[int]()

@@ -247,8 +247,8 @@ class InputBatch:
     def coming_tokens(
         self, step: HostStep, is_wanted: npt.NDArray[np.bool_]
     ) -> ComingTokens | None:
-        """Return the last tokens of the wanted rows, without tokens that the host already has; None
-        if the host has all of these tokens.
+        """Return the last tokens of the wanted rows that the host does not have yet; None if the
+        host has the last tokens of all wanted rows.
 
         Args:
             is_wanted: [max_rows], whether the caller wants the row's last token.

@@ -1,7 +1,7 @@
 """Executes steps on one NPU: fills buffers, replays graphs or runs eagerly, samples and drafts.
 
-It owns the model, the KV cache, the static buffers and the captured graphs of its rank. It makes no
-decisions, because the plan contains all decisions.
+The runner owns the model, the KV cache, the static buffers and the captured graphs of its rank. The
+runner makes no decisions, because the plan contains all decisions.
 """
 
 from __future__ import annotations
@@ -424,7 +424,9 @@ class ModelRunner:
             self._copier.end_files(timeout_s)
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Send guessed lengths of the next step until ``is_wanted_elsewhere`` returns true."""
+        """Send the guessed request lengths of the next step to the device. Stop when
+        ``is_wanted_elsewhere`` returns true, because the host then has other work.
+        """
         with translated("sending lengths ahead"):
             self._replays.send_ahead(is_wanted_elsewhere)
 

@@ -80,7 +80,7 @@ def queue_prompts(
         if begin >= end:  # no token of the prompt follows these tokens
             continue
         # Index of the request's first token among the step's tokens. If an earlier step has run the
-        # first token, this is the index that it would have.
+        # first token, the index is negative or is the index of another request's token.
         start = query_end - kv_len
         states = torch.split(hidden[start + begin : start + end], most)
         tokens = npu.upload(batch.token_ids[row, begin + 1 : end + 1].copy())

@@ -27,7 +27,7 @@ from dist_aclgraph.steps.host_step import HostStep
 
 
 class StateSteps:
-    """Makes the metadata of steps, and copies states. It owns nothing but constants.
+    """Makes the metadata of steps, and copies states. Owns only constants.
 
     Args:
         passed: [num_rows + 1] int32, for each row the number of drafts accepted in its last step;

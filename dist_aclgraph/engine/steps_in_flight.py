@@ -242,8 +242,7 @@ class StepsInFlight:
         self._num_passed[:] = 0
 
     def forget_unplaced(self) -> None:
-        """From now on, report numbers of tokens beyond capacity without the tokens of the aborted
-        steps.
+        """From now on, report ``num_unplaced`` without the tokens of the aborted steps.
 
         The device's counter includes tokens of the aborted steps, so its current value is
         subtracted from later values.

@@ -46,8 +46,8 @@ class StepBuffers:
             uses drafts.
         sampled: [max_samples] int32, the sampled tokens. A replay writes the most probable tokens;
             then the sampler overwrites the tokens of special places.
-        best: [max_samples], the greatest logit of each sampled place. It is finite unless the
-            place's logits contain NaN or infinity.
+        best: [max_samples], the greatest logit of each sampled place. This logit is NaN or infinite
+            if the place's logits contain NaN or infinity.
         hidden: [max_tokens, hidden], hidden states of all tokens; empty if the deployment uses no
             drafts.
         accepted: [max_reqs] int32, number of accepted drafts of each request. A replay compares the
@@ -123,7 +123,7 @@ class StepBuffers:
         # The block table of the last step, if ``_table`` contains the same blocks; otherwise None.
         self._latest_table: IntArray | None = None
         self._written_rows = 0  # number of rows of the last step's block table
-        self._written_width = 0  # number of columns of this table; ``_table`` is zero after them
+        self._written_width = 0  # number of its columns; ``_table`` is zero after these columns
         self._is_forgotten = False  # whether the next step must send all rows of the block table
         self._stream = runtime().current_stream()
 

@@ -77,8 +77,9 @@ class UpdatableTask:
             self._update(stream)
         except RuntimeError:
             # After an error of the operator, the task update is still open and must be ended. After
-            # other errors, no update is open, so ``end_task_update`` raises a second error. It is
-            # ignored, because only the first error names the cause, e.g. a stopped device.
+            # other errors, no update is open, so ``end_task_update`` raises a second error. This
+            # second error is ignored, because only the first error names the cause, e.g. a stopped
+            # device.
             with suppress(RuntimeError):
                 npu.end_task_update(stream)
             raise
@@ -102,10 +103,10 @@ class UpdatableTask:
 
 
 class TaskRecorder:
-    """Collects the updatable tasks of one graph while it is captured.
+    """Collects the updatable tasks of one graph during its capture.
 
-    Owns the operators' workspace. All tasks of the graph share it, because they run one after
-    another.
+    Owns the operators' workspace. All tasks of the graph share the workspace, because tasks run one
+    after another.
     """
 
     def __init__(self, stream: Any, events: EventPool) -> None:

@@ -39,5 +39,5 @@ class Arena:
         return None
 
     def give_back(self, slot: Slot) -> None:
-        """Free the slot for other owners. Nothing may access it after this call."""
+        """Free the slot for other owners. Nothing may access the slot after this call."""
         self._taken.remove(slot)

@@ -20,8 +20,8 @@ MIN_BLOCKS = 2  # minimum number of blocks: the dummy block, and one block for r
 def elements_per_token(facts: ModelFacts, tp: int) -> int:
     """Return how many elements one TP rank keeps for each token in each layer.
 
-    The elements are the keys and values of the rank's heads. With latent attention, they are the
-    latent and the rotated key, which all heads share and every rank keeps.
+    The elements are the keys and values of the rank's heads. With latent attention, the elements
+    are the latent and the rotated key, which all heads share. Every rank keeps them whole.
 
     Raises:
         ConfigError: the heads cannot be divided evenly among the ranks.
@@ -159,8 +159,8 @@ class KVCacheSpec:
         small for this length.
         """
         blocks = num_blocks - 1  # number of blocks without the dummy block
-        # A request can be one token longer than its blocks, because the KV of its last token is
-        # never written.
+        # A request can have one token more than its blocks have room for, because the KV of its
+        # last token is never written.
         return min(max_model_len, blocks * self.tokens_per_block + 1)
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:

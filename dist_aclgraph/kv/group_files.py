@@ -1,4 +1,4 @@
-"""Finds out, for each node of a lockstep group, which files of KV blocks it has, and which files it
+"""Finds out which files of KV blocks each node of a lockstep group has, and which files each node
 reads from other nodes.
 
 Each worker writes its part of a KV block to a file on the worker's node. So if the workers of a

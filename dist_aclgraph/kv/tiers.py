@@ -236,7 +236,7 @@ class KVTiers:
 
     def write(self, block_hash: BlockHash, block: memoryview, depth: int = 0) -> bool:
         """Write a block to the first tier; see ``BlockFiles.write``. A later call of ``write_late``
-        writes it to the second tier.
+        writes the block to the second tier.
         """
         if not self._first.write(block_hash, [block], depth):
             return False

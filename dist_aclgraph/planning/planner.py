@@ -147,7 +147,7 @@ class Planner:
         Args:
             offers: all offers from which the plan was chosen.
         """
-        # Memory is reserved only for those lazy graphs that fit now. Otherwise, no memory would
+        # Memory is reserved only for the lazy graphs that fit now. Otherwise, no memory would
         # remain for the cache.
         lazy, _ = fit_memory(self.lazy_families if plan.families else (), offers, self.budget_model)
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))

@@ -149,7 +149,7 @@ def propose(
 def _with_old_graphs(
     old: GraphPlan, new: GraphPlan, offers: Sequence[StreamOffer], budget_model: BudgetModel
 ) -> GraphPlan:
-    """Return the new plan, extended by those graphs of the old plan that fit within the limits.
+    """Return the new plan, with additional graphs of the old plan as far as the limits allow.
 
     Without this extension, small changes of the traffic would release a graph, and later capture it
     again.

@@ -74,8 +74,7 @@ class RestartBudget(Backoff):
         return max(0, self.per_hour - len(self.ages_s(now_s)))
 
     def ages_s(self, now_s: float) -> tuple[float, ...]:
-        """Return, for each restart of the last hour, how many seconds ago it was. Any thread may
-        call this.
+        """Return the age of each restart of the last hour, in seconds. Any thread may call this.
 
         From these ages, a process with another clock can make a copy of the budget.
         """
@@ -83,8 +82,8 @@ class RestartBudget(Backoff):
         return tuple(now_s - each_s for each_s in taken_s if each_s > now_s - HOUR_S)
 
     def adopt(self, ages_s: Sequence[float], now_s: float) -> None:
-        """Forget the restarts that this budget has counted. In their place, count restarts that
-        were ``ages_s`` seconds ago; see the method ``ages_s``.
+        """Forget the restarts that this budget has counted. Instead, count one restart for each age
+        in ``ages_s``; see the method ``ages_s``.
         """
         self._taken_s = deque(now_s - age_s for age_s in ages_s)
 

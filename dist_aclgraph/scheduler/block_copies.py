@@ -71,7 +71,7 @@ class BlockCopies:
 
     Args:
         look_ups: looks up the files of blocks and checkpoints on the engine's node.
-        ranks: those workers of the lockstep group that keep parts of this rank's blocks.
+        ranks: the workers of the lockstep group that keep parts of this rank's blocks.
         elsewhere: looks up files on other nodes; None if all workers are on the engine's node.
     """
 
@@ -85,7 +85,7 @@ class BlockCopies:
         self._pool = pool
         self._look_ups = look_ups
         # ``_existing`` is the look-up that runs for the files of waiting blocks and checkpoints, or
-        # None. ``_num_asked`` is the number of blocks in it.
+        # None. ``_num_asked`` is the number of blocks in this look-up.
         self._existing: Answer[Existing] | None = None
         self._num_asked = 0
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
@@ -189,7 +189,7 @@ class BlockCopies:
                 del self._unsaved[block_hash]
 
     def _save(self) -> None:
-        """Begin to write those waiting blocks that are still in the prefix cache and have no file.
+        """Begin to write the waiting blocks that are still in the prefix cache and have no file.
 
         The files are looked up first. If the answer comes later, a later call begins to write.
         While copy jobs may hold no additional blocks, only checkpoints are written.
@@ -226,7 +226,7 @@ class BlockCopies:
             self._begin("save", hashes, depths, block_ids, block_ids, states=states)
 
     def _hold_states(self, existing: Collection[BlockHash]) -> list[tuple[BlockHash, int]]:
-        """Hold and return those waiting checkpoints that are still stored and have no file."""
+        """Hold and return the waiting checkpoints that are still stored and have no file."""
         checkpoints = self._pool.checkpoints
         states = []
         while self._pending_states:

@@ -54,8 +54,8 @@ class RankScheduler:
         rows: this rank's rows, which are empty at first.
         num_drafts: number of drafts that workers make for each sampled request.
         num_prompt_ranks: number of ranks that split prompts.
-        exact: whether output that is computed again runs in decode steps, one token in each step,
-            as when it was sampled.
+        exact: whether existing output is computed again in decode steps, one token in each step.
+            The tokens were sampled in the same way.
         copies: decides which blocks are copied to and from files; None if KV is not copied.
     """
 

@@ -81,8 +81,8 @@ class NewTokens(NamedTuple):
         """Return the results with only the first tokens of each request.
 
         Args:
-            kept: [num_samples], how many tokens of each request are returned. If it is 0, the
-                result does not contain the request.
+            kept: [num_samples], how many tokens of each request are returned. A request with the
+                number 0 is not in the result.
         """
         counts = np.ones(len(kept), np.int32) if self.counts is None else self.counts
         starts = np.repeat(np.cumsum(counts) - counts, counts)

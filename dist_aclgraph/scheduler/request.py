@@ -47,8 +47,8 @@ class Request:
         num_cached_tokens: number of prompt tokens that were found in the prefix cache; -1 until the
             request is first admitted. If another group has begun the request, the number is 0,
             because that group has counted the tokens.
-        prompt_logprobs: log-probabilities of those prompt tokens that were computed since the
-            request last started.
+        prompt_logprobs: log-probabilities of the prompt tokens that were computed since the request
+            last started.
         embedding: the hidden state after the prompt's last token, float32 [hidden]; empty if the
             request does not ask for it.
         admitted_s: the time at which the request last left the queue, in seconds; the caller of the
@@ -153,7 +153,7 @@ class Request:
         self.max_total_tokens = 0
         self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens
         # Stop tokens are forbidden before ``min_tokens``. The exception is a request with a
-        # grammar, because the grammar may allow nothing but a stop token.
+        # grammar, because the grammar may allow only stop tokens.
         may_end = sampling.structure is not None and sampling.structure.grammar
         self.min_total_tokens = self.prompt_end + (0 if may_end else sampling.min_tokens)
 
@@ -185,7 +185,7 @@ class Request:
 
     def num_until_stop(self, num_known: int, new: Sequence[int]) -> int | None:
         """Return how many of the new tokens the request gets, if one of them is a stop token that
-        ends the request. Return None if no stop token ends it.
+        ends the request. Return None if no stop token ends the request.
 
         Args:
             num_known: number of the request's tokens before the new tokens.
@@ -199,7 +199,7 @@ class Request:
 def row_sampling(
     params: SamplingParams, *, seed: int, num_prompt_tokens: int, end_ids: Iterable[int]
 ) -> RowSampling:
-    """Return those parameters of a request that the sampler needs.
+    """Return the parameters of a request that the sampler needs.
 
     Args:
         seed: the seed that is used if ``params`` has no seed.

@@ -45,7 +45,7 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
 
 
 def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[BlockHash]:
-    """Return the hashes of those full blocks of a prompt that can be in a prefix cache.
+    """Return the hashes of the full blocks of a prompt that can be in a prefix cache.
 
     As in the scheduler, the prompt's last token is never taken from the cache, because its logits
     are needed.
@@ -65,7 +65,7 @@ class PrefixMemory:
     """The block hashes of the prompts that were sent to a group.
 
     The maximum number of hashes is the number of blocks in the group's cache. If there are more
-    hashes, the least recently used ones are dropped. The real contents of the group's cache may
+    hashes, the least recently used hashes are dropped. The real contents of the group's cache may
     differ.
     """
 
@@ -136,7 +136,7 @@ class RoutedCounts:
     Attributes:
         routed_requests: number of requests.
         routed_prompt_tokens: number of prompt tokens of these requests.
-        routed_cached_tokens: number of those prompt tokens that, as the router assumed, were in the
+        routed_cached_tokens: number of these prompt tokens that the router assumed to be in the
             group's cache.
     """
 
@@ -217,8 +217,7 @@ class RequestRouter:
         return name
 
     def block_names(self, prompt: bytes, cache_salt: str) -> list[str]:
-        """Return the names of the files that contain those blocks of a prompt that can be in a
-        prefix cache.
+        """Return the names of the files for the blocks of a prompt that can be in a prefix cache.
 
         Args:
             prompt: int32 [num_prompt_tokens].

@@ -1,4 +1,4 @@
-"""RowChanges: those changes of a rank's rows that were not yet sent to the workers."""
+"""RowChanges: the changes of a rank's rows that were not yet sent to the workers."""
 
 from __future__ import annotations
 

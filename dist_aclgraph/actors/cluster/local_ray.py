@@ -267,7 +267,7 @@ def joined(
 
 
 def _raylet_of_this_node() -> int | None:
-    """Return the process id of this node's raylet; None if the raylet is in another PID namespace."""
+    """Return this node's raylet's process id; None if the raylet is in another PID namespace."""
     node = ray_worker.global_worker.node
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(node.raylet_socket_name)

@@ -104,7 +104,7 @@ class Reach(msgspec.Struct, frozen=True):
 
 
 def reached_here_alone(engines: str, other: str) -> PlacementError:
-    """Return the error for a peer on another node. The engine expects only peers on its own node."""
+    """Return the error for a peer on another node, if the engine expects only peers on its node."""
     return PlacementError(
         f"the engine on node {engines[:8]} is reached on its node alone, and this is "
         f"node {other[:8]}, which came later; start the deployment again"

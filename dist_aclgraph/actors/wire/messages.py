@@ -32,7 +32,7 @@ MAX_UNREAD_BYTES = 128 << 20
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message on a connection. The engine then ends an earlier connection of this client."""
+    """The first message on a connection. The engine ends an earlier connection of the client."""
 
     token: str
     client: str

@@ -341,7 +341,8 @@ class Worker:
         """Check that a step is for this worker's graph plan and data-parallel rank.
 
         Raises:
-            RankDisagreementError: names both graph plans, or both data-parallel ranks.
+            RankDisagreementError: the step is for another plan or data-parallel rank; the message
+                names the step's and the worker's.
         """
         dp_rank = self._running.joined.groups.dp_rank
         if step.dp_rank != dp_rank:

@@ -6,7 +6,7 @@ the token that was sampled at the previous place. The token that is sampled at t
 accepted draft is an additional result. So
 sampling never depends on the drafts: with any sampling parameters, a request gets the same tokens
 as without drafts. (For deterministic drafts, this is rejection sampling: the probability that a
-draft is accepted is the draft's probability under the target model. In place of a rejected draft,
+draft is accepted is the draft's probability under the target model. Instead of a rejected draft,
 the request gets the token that was sampled from the target model.)
 
 Then the next-token module runs on the same places, with the sampled tokens as inputs. It proposes k

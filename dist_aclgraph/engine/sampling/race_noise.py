@@ -51,8 +51,8 @@ def _finalise(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class RaceNoise:
-    """Owns a random factor and a random summand for each token, int32 [vocab] each. They do not
-    depend on seeds.
+    """Owns a random factor and a random summand for each token, int32 [vocab] each. Factors and
+    summands do not depend on seeds.
 
     Each number is a hash of the place's key: first h = key * factor + summand, then h * (2h + 1),
     both modulo 2^32, because products and sums of int32 wrap. The second step is the permutation of

@@ -97,8 +97,8 @@ class Shape:
         return (self.main + waits, *sides, *([self.beside] if self.beside else []))
 
     def price(self, workload: Workload) -> Price:
-        """Return how many queues one graph of this shape needs, with one number for each cause.
-        With old drivers, each queue needs one stream id.
+        """Return how many queues one graph of this shape needs, as a price with several parts. With
+        old drivers, each queue needs one stream id.
         """
         cascaded = sum(-(-lane // QUEUE_ENTRIES) - 1 for lane in self.lanes)
         num_domains = len(self.collectives)
@@ -123,8 +123,8 @@ def shapes(family: GraphFamily, workload: Workload) -> tuple[Shape, ...]:
 
 
 def price_of(found: tuple[Shape, ...], workload: Workload) -> Price:
-    """Return how many queues all graphs of a bucket need, with one number for each shape and each
-    cause.
+    """Return how many queues all graphs of a bucket need, as a price with several parts for each
+    shape.
     """
     return tuple(
         replace(term, total=term.total * shape.copies, of=shape.what)

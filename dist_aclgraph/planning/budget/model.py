@@ -1,7 +1,8 @@
 """The interface of a budget model. It computes prices of buckets, and limits on the number of
 buckets.
 
-A price says how many streams or bytes one bucket needs, with one number for each cause.
+A price says how many streams or bytes one bucket needs. It has several parts, one for each reason
+(``BudgetTerm``).
 """
 
 from __future__ import annotations
@@ -83,14 +84,10 @@ class BudgetModel(Protocol):
         """The workload for whose graphs this model computes prices."""
 
     def price(self, family: GraphFamily, offer: StreamOffer) -> Price:
-        """Return how many streams one bucket of a family needs on the rank that has made the offer.
-        The result has one number for each cause.
-        """
+        """Return how many streams one bucket of a family needs on the rank with this offer."""
 
     def fixed(self, offer: StreamOffer) -> Price:
-        """Return how many streams are used before the first bucket is captured. The result has one
-        number for each cause.
-        """
+        """Return how many streams are used before the first bucket is captured."""
 
     def limits(self, families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
         """Return, for the rank that has made the offer, all limits on the number of buckets.

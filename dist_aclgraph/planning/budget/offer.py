@@ -15,8 +15,8 @@ ANY_BYTES = 1 << 62
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of one bucket on one rank. The rank measures it by capturing and releasing the
-    bucket.
+    """The cost of one bucket on one rank. The rank measures this cost by capturing and releasing
+    the bucket.
     """
 
     graph: BatchDescriptor
