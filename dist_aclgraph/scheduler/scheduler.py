@@ -420,7 +420,8 @@ class Scheduler:
                 order = (-len(shared), is_other, busy, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (_, is_other, *_, index), shared in sorted(offers):
-            # No second look-up for another rank, which could also be full when the look-up ends.
+            # There is no second look-up for another rank, because that rank could also be full when
+            # the look-up ends.
             if not is_other:
                 request.dp_rank = index
                 if self.ranks[index].prefixes.fetch(request, shared):
@@ -527,7 +528,7 @@ class Scheduler:
         """Let requests wait while a worker of their data-parallel rank compiles their grammar.
 
         Args:
-            told: those results that contain rows whose grammars are not compiled.
+            told: the results that contain rows whose grammars are not compiled.
         """
         unmasked: list[set[int]] = [set() for _ in self.ranks]
         compiling: list[set[int]] = [set() for _ in self.ranks]
@@ -543,8 +544,8 @@ class Scheduler:
     def _max_total_tokens(self, request: Request) -> int:
         """Return the maximum length of the request, counting prompt and output together.
 
-        The KV of the last token is never needed, so a request may be one token longer than the
-        cache. Without ``max_tokens``, the size of the cache limits the request.
+        The KV of the last token is never needed, so a request may have one token more than the
+        cache has room for. Without ``max_tokens``, the size of the cache limits the request.
         """
         pool = self.ranks[0].pool
         cache = pool.num_usable * pool.block_size + 1

@@ -271,7 +271,7 @@ def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
 
 
 def _check_chip(config: Config) -> None:
-    """Raise an error if the chip of the NPUs is unknown, unless ``device.memory_mb`` is set."""
+    """Raise an error if the chip of the NPUs is unknown and ``device.memory_mb`` is not set."""
     device = config.device
     if device.kind != "npu" or device.memory_mb is not None or family_of(device.chip):
         return

@@ -1,8 +1,8 @@
 """The loop of one simulated lockstep group. The scheduler, the dispatcher and the code that decides
-about graph changes are parts of a real engine.
+about graph changes are the code of a real engine.
 
-Three things are simulated: each step takes an assumed time, captures always succeed, and the
-generated tokens are meaningless.
+Three things differ from a real engine: each step takes an assumed time, captures always succeed,
+and the generated tokens are meaningless.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ class CopiedBlocks(msgspec.Struct, frozen=True, tag="copied"):
 
     ``ended`` contains a pair for each job that has ended. The first element is the job's number.
     The second element is the number of blocks that the job has written. For a job that reads or
-    looks up files, it is the number of leading blocks that were read or found. ``num_read`` says,
-    for each tier's name, how many blocks the worker has read from it until now. ``fetched``
-    contains the fields of ``FetchCounts``; it is empty if the worker fetches no files.
+    looks up files, it is the number of leading blocks that were read or found. ``num_read`` maps
+    the name of each tier to the number of blocks that the worker has read from this tier until now.
+    ``fetched`` contains the fields of ``FetchCounts``; it is empty if the worker fetches no files.
     """
 
     epoch: int

@@ -24,8 +24,8 @@ class DirectRows:
 
     Attributes:
         query_ends: [num_rows], cumulative query lengths.
-        kv_lens: [num_rows], for each row, the number of this shard's keys to which its last query
-            attends; at least one.
+        kv_lens: [num_rows], for each row, the number of this shard's keys to which the row's last
+            query attends; at least one.
         requests: [num_rows], for each row, the index of the request whose blocks it reads; None if
             row i belongs to request i.
     """
