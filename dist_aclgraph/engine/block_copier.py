@@ -68,8 +68,8 @@ class _Job:
 
     @property
     def num_whole(self) -> int:
-        """If the job writes files: the number of blocks that were written. If it reads files: the
-        number of leading blocks that were read.
+        """If the job writes files: the number of blocks that were written. If the job reads files:
+        the number of leading blocks that were read.
         """
         if not self.is_load:
             return sum(self.whole.values())
@@ -299,7 +299,7 @@ class BlockCopier:
         return self._for_files.get()
 
     def _keep_up(self, work: _Upkeep) -> bool:
-        """Continue a job that deletes or touches files; return whether it has ended.
+        """Continue a job that deletes or touches files; return whether the job has ended.
 
         A job that touches files pauses while other work waits, because requests may wait for that
         work. A job that deletes files does not pause, because a later job could write the same
@@ -347,7 +347,7 @@ class BlockCopier:
                 slot.piece, slot.state = None, "free"
 
     def end_files(self, timeout_s: float) -> bool:
-        """Tell the thread to end after the queued work; return whether it has ended within
+        """Tell the thread to end after the queued work; return whether the thread has ended within
         ``timeout_s``.
         """
         self._for_files.put(None)

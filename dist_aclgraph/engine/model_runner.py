@@ -363,9 +363,9 @@ class ModelRunner:
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; return its result.
 
-        When this method returns, the device has executed the step, but perhaps not yet its
+        When this method returns, the device has executed the step, but may still execute the step's
         drafting. So a fault of the device during the step is attributed to this step, but a fault
-        during its drafting is attributed to the next step.
+        during drafting is attributed to the next step.
         """
         return self._flights.finish()
 
@@ -415,7 +415,7 @@ class ModelRunner:
             return self._copier.advance()
 
     def num_read(self) -> dict[str, int]:
-        """Return, for each tier, how many KV blocks were read from its files."""
+        """Return, for each tier, how many KV blocks were read from the tier's files."""
         return {} if self._copier is None else self._copier.num_read
 
     def end_copies(self, timeout_s: float) -> None:

@@ -252,7 +252,7 @@ class EngineClient:
 
     @property
     def num_held(self) -> int:
-        """The number of requests that wait for a group, or for their turn on an engine."""
+        """The number of requests that wait for a group, or for their turn (see ``trials.py``)."""
         with self._lock:
             return self._table.num_held
 

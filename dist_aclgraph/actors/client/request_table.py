@@ -80,7 +80,7 @@ class RequestTable:
 
     @property
     def num_held(self) -> int:
-        """The number of requests that wait for a group, or for their turn on an engine."""
+        """The number of requests that wait for a group, or for their turn (see ``trials.py``)."""
         return len(self.outage) + len(self._trials)
 
     # ---- engines
@@ -152,7 +152,7 @@ class RequestTable:
 
         Returns:
             The deltas with their callbacks, and a text that says why the engine has ended. The text
-            is "" if the engine has not ended. If it has ended, its unfinished requests are still
+            is "" if the engine has not ended. The unfinished requests of an ended engine are still
             open.
         """
         told: list[tuple[OnDelta, RequestDelta]] = []
@@ -302,7 +302,7 @@ class RequestTable:
         return not request.is_cause and self.place(request, now_s)
 
     def _begin_turn(self) -> None:
-        """Start the next turn of requests that lost their engine."""
+        """Begin the next turn if no turn runs (see ``trials.py``)."""
         if self._trials.is_turn:
             return
         taking = [self.engines[url] for url in self.taking()]

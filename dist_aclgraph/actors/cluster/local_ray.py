@@ -353,8 +353,8 @@ def join_ray(local_address: str | None) -> None:
 
 @contextmanager
 def joined_ray(local_address: str | None) -> Iterator[None]:
-    """Join a Ray cluster, and leave it at the end of the context; see ``join_ray``. If this process
-    has joined a cluster before, do nothing.
+    """Join a Ray cluster, and leave it at the end of the context; see ``join_ray``. Do nothing if
+    this process is already connected to a cluster.
     """
     owns_connection = not ray.is_initialized()
     if owns_connection:

@@ -44,8 +44,8 @@ class Node:
     """A living node of the Ray cluster.
 
     Attributes:
-        npus: number of NPUs that the node declares. In the result of ``free_nodes``: number of its
-            unused NPUs.
+        npus: number of NPUs that the node declares. In the result of ``free_nodes``: number of the
+            node's unused NPUs.
     """
 
     node_id: str
@@ -158,8 +158,8 @@ def plan_bundles(
 
 
 def has_places(request: BundleRequest, nodes: Sequence[Node], num_groups: int) -> bool:
-    """Return whether the groups fit on these nodes. The answer is True only if the groups fit in
-    every order in which Ray may fill the nodes.
+    """Return whether the groups fit on these nodes. Ray may fill the nodes in any order. So the
+    answer is True only if the groups fit whatever order Ray uses.
     """
     if "NPU" not in request.rank:
         return True  # no node declares emulated NPUs, so any node can be used
@@ -218,7 +218,7 @@ def free_nodes() -> list[Node]:
 def may_have_others(address: str) -> bool:
     """Return whether a cluster with a node at ``address`` can have other nodes, now or later.
 
-    A Ray on loopback is for one machine only, unless it simulates several nodes.
+    A Ray on loopback has other nodes only if it simulates them.
     """
     return not ip_address(address).is_loopback or len(cluster_nodes()) > 1
 
@@ -228,8 +228,8 @@ def has_room(request: BundleRequest, num_groups: int, wait_s: float = ROOM_S) ->
     NPUs.
 
     Args:
-        wait_s: how long to wait for free NPUs, in seconds. Ray counts NPUs as free some time after
-            they were freed.
+        wait_s: how long to wait for free NPUs, in seconds. Freed NPUs enter Ray's count only after
+            some time.
     """
     deadline_s = time.monotonic() + wait_s
     while not (fits := has_places(request, free_nodes(), num_groups)):

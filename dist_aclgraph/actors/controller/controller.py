@@ -1,4 +1,4 @@
-"""The controller actor: starts a deployment from its configuration, and ends it.
+"""The controller actor: starts a deployment from its configuration, and ends the deployment.
 
 A deployment's states are PLACING, JOINING, LOADING, NEGOTIATING, CAPTURING, SERVING, DRAINING,
 STOPPED (``state.py``). A failure before SERVING stops the whole deployment gracefully

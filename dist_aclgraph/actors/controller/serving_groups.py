@@ -253,7 +253,7 @@ class ServingGroups:
         return True
 
     def roll(self, config: Config) -> None:
-        """Replace all groups by groups with another configuration, one after the other.
+        """Replace one group after the other by a group with another configuration.
 
         If there are free NPUs for the new group, the new group starts before the old group is
         drained. Otherwise the new group starts after the old group has drained. If a previous roll

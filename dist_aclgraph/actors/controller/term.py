@@ -42,8 +42,8 @@ class Term:
 
     @property
     def first_version(self) -> int:
-        """The version of this controller's first group list. It is higher than all versions of
-        previous controllers, because clients ignore lower versions.
+        """The version of this controller's first group list. This version is higher than all
+        versions of previous controllers, because clients ignore lower versions.
         """
         return self.number * VERSIONS_OF_A_TERM
 

@@ -45,7 +45,8 @@ OnProgress = Callable[[Progress], None]
 def make_controller(
     config: Config, name: str, term: Term, starter: ProcessStarter | None = None
 ) -> Any:
-    """Start a controller's process on this node, so that the death of another node cannot end it.
+    """Start a controller's process on this node, so that the death of another node cannot end the
+    process.
 
     Args:
         starter: starts the controller and its workers. None if another process has started the
@@ -133,7 +134,7 @@ class ControllerKeeper:
         self._term = Term(0, reach.token, reach.max_model_len)
         self._silence = Silence(LEASES * config.timeouts.link_s)
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
-        # locked while a controller is created, so that none is created after ``stop``
+        # locked while a controller is created; so ``stop`` waits for it
         self._making = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="controller-keeper", daemon=True)
@@ -164,7 +165,7 @@ class ControllerKeeper:
         while not self._stopping.wait(LOOK_S) and not self.failure:
             try:
                 death = self._look()
-                if death and self._has_ray():  # without Ray, every call to Ray hangs
+                if death and self._has_ray():  # if Ray has died, every call to Ray hangs
                     self._replace(death)
             except RayError as e:  # Ray itself has failed; the owner of Ray will notice
                 logger.debug("asking the controller failed: %s", e)
@@ -172,8 +173,8 @@ class ControllerKeeper:
                 logger.exception("looking after the controller failed")
 
     def _look(self) -> str:
-        """Ask the controller for its handover. Return why the controller counts as dead; "" if it
-        lives.
+        """Ask the controller for its handover. Return why the controller counts as dead; "" if the
+        controller lives.
         """
         asked = self.controller.handover.remote()
         self._silence.heard()

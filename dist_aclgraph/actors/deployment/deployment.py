@@ -99,7 +99,7 @@ class RayDeployment(Deployment):
             RayDiedError: Ray has died or hangs.
             EngineDeadError: the deployment will not serve again; the message says why.
         """
-        # A known end is reported before Ray is called, because calls to Ray hang if its control
+        # A known end is reported before Ray is called, because calls to Ray hang if Ray's control
         # store is dead.
         self._raise_end()
         if self._connected is not None:

@@ -24,8 +24,9 @@ class CopyLink:
 
     Args:
         timeout_s: time limit in seconds. If no job of a data-parallel rank ends in this time, the
-            requests of the rank stop waiting for copies, and their tokens are computed instead. The
-            blocks of the jobs stay reserved, because workers may still write to these blocks.
+            requests of the rank stop waiting for copies, and the model computes the tokens of these
+            requests. The blocks of the jobs stay reserved, because workers may still write to these
+            blocks.
     """
 
     def __init__(self, scheduler: Scheduler, channel: StepSender, timeout_s: float) -> None:
@@ -49,7 +50,7 @@ class CopyLink:
 
     def num_read(self) -> dict[str, int]:
         """Return how many blocks were read from each tier. The keys are the names of the tiers. If
-        each of several workers reads a part of the same blocks, only one worker is counted. Any
+        several workers read parts of the same blocks, only one of these workers is counted. Any
         thread may call this.
         """
         found: Counter[str] = Counter()
@@ -67,8 +68,8 @@ class CopyLink:
         return dict(found)
 
     def take_answers(self) -> None:
-        """Apply the workers' answers that have arrived. If this is called before a decision, a
-        request whose blocks were read can take part in the decided step.
+        """Apply the workers' answers that have arrived. If this method is called before the
+        decision of a step, a request whose blocks were read can run in this step.
         """
         scheduler = self._scheduler
         for answer in self._channel.take_copied():
@@ -81,7 +82,7 @@ class CopyLink:
                 scheduler.copies.end(number, answer.rank, num_whole)
 
     def turn(self, *, is_idle: bool) -> None:
-        """Apply the workers' answers, and send the workers the next message if one is due.
+        """Apply the workers' answers. If the next message to the workers is due, send the message.
 
         Args:
             is_idle: whether no step is in flight.

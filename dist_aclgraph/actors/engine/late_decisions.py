@@ -1,10 +1,10 @@
 """LateDecisions: computes how long the engine may wait before it decides the next step (ADR 36).
 
 While step n runs, the engine decides step n + 1, and the workers queue step n + 1 on the devices. A
-request that arrives after this decision starts in step n + 2. So the engine decides as late as
-possible without a pause of the devices. A worker queues the beginning of step n + 1, and then waits
-for the result of step n. If this wait (``StepResult.waited_us``) takes a time t, the decision could
-have come later by t.
+request that arrives after this decision starts in step n + 2. So the engine decides late, but early
+enough to keep the devices busy. A worker queues the beginning of step n + 1, and then waits for the
+result of step n. If this wait (``StepResult.waited_us``) takes a time t, the decision could have
+come later by t.
 """
 
 from __future__ import annotations

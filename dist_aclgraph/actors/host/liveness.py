@@ -218,7 +218,7 @@ class Lease:
         now_s = self._clock()
         if now_s - self._seen_s > self._limit_s:
             # The giver may have sent the next question during the stop. So only the question after
-            # that one renews the lease.
+            # the next question renews the lease.
             self._counts_from = self._number + 2
         self._seen_s = now_s
         return now_s

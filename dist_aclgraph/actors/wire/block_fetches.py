@@ -67,8 +67,8 @@ class _Fetch:
         is_wanted: a function that returns whether the request still waits.
         deadline_s: the time at which the request stops waiting for a free thread, or for the end of
             the fetch.
-        ways: the routes by which the files are read, see ``routes``. They are chosen when the fetch
-            begins. A later route is used for the blocks that earlier routes did not find.
+        ways: the routes by which the files are read, see ``routes``. The routes are chosen when the
+            fetch begins. A later route is used for the blocks that earlier routes did not find.
     """
 
     source: BlockSource
@@ -136,7 +136,7 @@ class BlockFetches:
         """Replace the list of groups. Fetches are allowed from each listed prefill group whose
         blocks this group can read.
 
-        Calls can arrive in any order. Of all lists, the one with the highest version is used.
+        Calls can arrive in any order. Of all lists, the list with the highest version is used.
         """
         prefill = [each for each in groups.groups if each.prefill_from]
         offers = {each.name: each.blocks for each in prefill if each.blocks is not None}
@@ -175,8 +175,8 @@ class BlockFetches:
         return self.fetch_of(source, is_wanted), Source(message, is_wanted)
 
     def _of_peer(self, source: BlockSource) -> BlockSource | None:
-        """Return ``source``, a group of another service; None if that service uses other files of
-        the model than this node.
+        """Return ``source``, a group of another service; None if the model's files of that service
+        differ from the files on this node.
         """
         if source.identity == self._identity:
             return source
@@ -188,7 +188,7 @@ class BlockFetches:
 
     def decode_source(self, message: bytes) -> BlockSource | None:
         """Return the source that a message of the group's engine contains; None if the message is
-        empty, or if the source uses other files of the model than this node.
+        empty, or if the model's files of the source differ from the files on this node.
         """
         if not message:
             return None
@@ -210,8 +210,8 @@ class BlockFetches:
         """Return a function that fetches blocks from a source; None if there is nothing to fetch.
 
         Args:
-            is_wanted: a function that returns whether the request still waits. If it returns False,
-                the fetch ends.
+            is_wanted: a function that returns whether the request still waits. If the function
+                returns False, the fetch ends.
         """
         return partial(self._begin, source, is_wanted) if self._ways(source) else None
 
@@ -332,8 +332,8 @@ class BlockFetches:
 
     def _pause(self, url: str) -> None:
         now_s = self._clock()
-        # Pauses that have ended are removed. Otherwise they would fill the memory in time, because
-        # new groups have new URLs.
+        # Pauses that have ended are removed. Otherwise old pauses would fill the memory in the long
+        # run, because new groups have new URLs.
         self._paused = {each: end_s for each, end_s in self._paused.items() if end_s > now_s}
         self._paused[url] = now_s + PAUSE_S
 

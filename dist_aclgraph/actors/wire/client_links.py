@@ -180,7 +180,7 @@ class ClientLinks:
     def set_groups(self, groups: GroupList) -> None:
         """Send the list of groups to all clients. Any thread may call this.
 
-        Calls can arrive in any order. Of all lists, the one with the highest version is used.
+        Calls can arrive in any order. Of all lists, the list with the highest version is used.
         """
         with self._setting:
             self._groups = max(self._groups, groups, key=lambda g: g.version)

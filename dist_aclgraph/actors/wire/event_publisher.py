@@ -106,8 +106,8 @@ class EventPublisher:
         return owned
 
     def _bind(self, place: PublisherPlace, port: int) -> None:
-        """Listen at a port and at its replay port. If one of the two ports is in use, use neither,
-        and raise an error.
+        """Listen at a port and at its replay port. If one of the two ports is in use, release the
+        other port, and raise an error.
         """
         host = url_host(place.host)
         self._out.bind(f"tcp://{host}:{port}")
@@ -120,7 +120,7 @@ class EventPublisher:
                 raise
 
     def publish(self, payload: bytes) -> None:
-        """Number a message, keep it for replays, and send it to all subscribers."""
+        """Give a message its number, store the message for replays, and send it to all subscribers."""
         number, self._next = self._next, self._next + 1
         if self.replays is not None:
             with self._guard:

@@ -156,8 +156,8 @@ class LentFiles:
             self._waiting.append(_Request(_Key(peer, number), found))
 
     def end(self, peer: bytes, number: int) -> None:
-        """End the requests of a connection up to ``number``, because the reader has finished
-        reading their files.
+        """End the requests of a connection up to ``number``, because the reader has read the files
+        of these requests.
         """
         ended = [key for key in self._loans if key.peer == peer and key.number <= number]
         for key in ended:

@@ -111,7 +111,8 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     Attributes:
         failure: why the engine has ended; "" while it serves.
         pause: the reason for the group's present pause; "" while steps run.
-        others_tokens: the sum of ``Beat.waiting_tokens`` of all other clients of this engine.
+        others_tokens: the sum of ``Beat.waiting_tokens`` of all clients of this engine except the
+            recipient.
     """
 
     failure: str = ""

@@ -1,5 +1,5 @@
-"""DeviceFaults: the faults of a rank's device, and which parts of the device memory they have
-damaged.
+"""DeviceFaults: the faults of a rank's device, and the parts of the device memory that the faults
+have damaged.
 """
 
 from __future__ import annotations

@@ -260,7 +260,9 @@ class HixlMemory:
         self._links[name] = self._clock()
 
     def _end_link(self, engine: Transfers, name: str) -> bool:
-        """End a link. Return whether it has ended, so that its transfers cannot access memory."""
+        """End a link. Return whether the link has ended. Transfers of an ended link cannot access
+        memory.
+        """
         self._links.pop(name, None)
         try:
             engine.disconnect(name, DISCONNECT_S)

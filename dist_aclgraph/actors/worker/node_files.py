@@ -144,8 +144,8 @@ class NodeFiles:
         wait for a disk or a network.
 
         Returns:
-            For each look-up that has ended: its number, and how many of its blocks, from the first
-            on, have their files on this node.
+            For each look-up that has ended: the look-up's number, and how many leading blocks of
+            the look-up have all their files on this node.
         """
         for job in jobs:
             if job.kind == "find":

@@ -454,9 +454,9 @@ class RunningRank:
     def offer(self) -> StreamOffer:
         """Return this rank's offer of resources for graphs.
 
-        Call this method after the first eager steps, because they create the HCCL domains and side
-        streams. Call it before the first capture: with software queues, the number of free streams
-        stays low even after graphs were released.
+        Call this method after the first eager steps, because eager steps create the HCCL domains
+        and side streams. Call it before the first capture: with software queues, the number of free
+        streams stays low even after graphs were released.
         """
         joined = self.joined
         # Free the temporary memory of eager steps. ``eager_bytes`` is subtracted for this memory

@@ -1,8 +1,8 @@
 """Records the last steps of a rank in a file that outlives the process, like a flight recorder.
 
 A rank records the beginning of each step, and each change of the host's state (``STATES``). For
-each of these events, the rank writes one or two records to mapped memory. It waits neither for the
-device nor for the disk.
+each of these events, the rank writes one or two records to mapped memory. The rank waits neither
+for the device nor for the disk.
 
 | offset | content |
 | --- | --- |

@@ -143,7 +143,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def end_neighbour(self, pid: int, timeout_s: float) -> bool:
-        """End another rank's process on this node. Return whether it ended in time."""
+        """End another rank's process on this node. Return whether that process ended in time."""
         handle = self._neighbours.get(pid)
         return handle is not None and end_process(handle, timeout_s)
 
@@ -204,7 +204,7 @@ class Worker:
     def join(self, rank: WorldRank, group_rank: GroupRank, rendezvous: str) -> JoinedDevice:
         """Open the device and join the lockstep group; return the device.
 
-        If the worker already has weights, it keeps its weights, its device and its ranks.
+        A worker that already has weights keeps its weights, its device and its ranks.
 
         Args:
             group_rank: index in the lockstep group. The worker's answers contain this index.

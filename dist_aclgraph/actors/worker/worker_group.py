@@ -337,7 +337,8 @@ def refill_group(
     *,
     python: str | None = None,
 ) -> WorkerGroup:
-    """Start workers that replace a group's lost ranks. Does not wait for them; ``find_out`` does.
+    """Start workers that replace a group's lost ranks. Does not wait for these workers;
+    ``find_out`` does.
 
     The new group takes over the bundles and the surviving workers of ``left``.
 

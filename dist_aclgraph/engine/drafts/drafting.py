@@ -9,12 +9,12 @@ as without drafts. (For deterministic drafts, this is rejection sampling: the pr
 draft is accepted is the draft's probability under the target model. Instead of a rejected draft,
 the request gets the token that was sampled from the target model.)
 
-Then the next-token module runs on the same places, with the sampled tokens as inputs. It proposes k
-tokens, one after another. The first of them follows the token that was sampled at the last accepted
-place. Only the device knows the number of accepted drafts, and no work of the host may depend on
-this number. So every request keeps k + 1 places in each run of the module. Only the last accepted
-place and the later places write to the cache. The causal mask hides the places after the last
-accepted place, and no place reads memory that was never written.
+Then the next-token module runs on the same places, with the sampled tokens as inputs. The module
+proposes k tokens, one after another. The first proposed token follows the token that was sampled at
+the last accepted place. Only the device knows the number of accepted drafts, and no work of the
+host may depend on this number. So every request keeps k + 1 places in each run of the module. Only
+the last accepted place and the later places write to the cache. The causal mask hides the places
+after the last accepted place, and no place reads memory that was never written.
 """
 
 from __future__ import annotations

@@ -183,9 +183,8 @@ def report_of(logits: Tensor, chosen: Tensor, num_best: int) -> Tensor:
         logits: [n, vocab]; chosen: [n] int32.
 
     Returns:
-        A tensor on the device with the columns of ``ComingLogprobs.packed``. It contains the
-        ``num_best`` most probable tokens. If ``num_best`` is 0, it contains the most probable
-        token.
+        A tensor on the device with the columns of ``ComingLogprobs.packed``. The number of most
+        probable tokens is ``num_best``, but at least 1.
     """
     all_logprobs = torch.log_softmax(logits.float(), dim=-1)
     of_chosen = all_logprobs.gather(1, chosen.long().unsqueeze(-1))  # [n, 1]
