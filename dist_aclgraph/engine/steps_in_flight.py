@@ -94,8 +94,8 @@ class StepsInFlight:
         # ``waited_us``.
         self._ended: deque[tuple[Flight, HostOutput, int]] = deque()
         # The moment at which the queued work of the second oldest step became enough to keep the
-        # device busy; 0 if it is not enough yet. From this time on, the host only waits for the
-        # oldest step.
+        # device busy; 0 while there is too little queued work. From this time on, the host only
+        # waits for the oldest step.
         self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.
         self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)
@@ -244,7 +244,7 @@ class StepsInFlight:
     def forget_unplaced(self) -> None:
         """From now on, report ``num_unplaced`` without the tokens of the aborted steps.
 
-        The device's counter includes tokens of the aborted steps, so its current value is
+        The device's counter includes tokens of the aborted steps, so the counter's current value is
         subtracted from later values.
         """
         self._num_unplaced = int(self.tally[0, 1, 0])

@@ -1,4 +1,5 @@
-"""Attention operators inside a captured graph. For each replay, their lengths are patched.
+"""Attention operators inside a captured graph. For each replay, the lengths of these operators are
+patched.
 
 A capture records each attention operator as a task group. Before the operator, the capture inserts
 a wait for an external event and the reset of this event. A patch issues the operator again into the
@@ -6,8 +7,8 @@ task group, with a step's lengths, on the update stream. Then the event is recor
 graph continues. Lengths are sent either
 
 - *after* the replay is queued: patch and record layer by layer, while the device runs; or
-- *ahead* of the replay: while the host waits for the device, it sends guessed lengths for the next
-  step. A task is *open* if it is patched and its event is recorded before its replay is
+- *ahead* of the replay: while the host waits for the device, the host sends guessed lengths for the
+  next step. A task is *open* if it is patched and its event is recorded before its replay is
   queued. Open tasks are always the first tasks of the graph: if other work arrives, the host stops
   between two layers, and patches the remaining tasks after the replay is queued.
 
@@ -47,9 +48,9 @@ class UpdatableTask:
     """One captured attention operator.
 
     Attributes:
-        arguments: arguments of the operator. They include the lengths that were sent to the task
-            last. Device tensors among the arguments are weak references, so that the graph's pool
-            can reuse their memory inside the graph.
+        arguments: arguments of the operator. The arguments include the lengths that were sent to
+            the task last. Device tensors among the arguments are weak references, so that the
+            graph's pool can reuse their memory inside the graph.
         ahead: index of the iteration of drafting to which the operator belongs. The operator uses
             the KV lengths of this iteration.
     """

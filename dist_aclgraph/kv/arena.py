@@ -16,7 +16,9 @@ class Slot(NamedTuple):
 
 
 class Arena:
-    """Owns the bytes from ``start`` up to ``end`` of a memory. One thread at a time may call it."""
+    """Owns the bytes from ``start`` up to ``end`` of a memory. Calls from several threads must not
+    overlap.
+    """
 
     def __init__(self, start: int, end: int) -> None:
         self._start, self._end = start, end

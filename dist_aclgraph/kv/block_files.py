@@ -71,8 +71,8 @@ class BlockFiles:
     """The files of one rank's blocks.
 
     Args:
-        root: the folder whose size is limited. It may contain the folders of several models and
-            ranks.
+        root: the folder whose size is limited. The folder may contain the folders of several models
+            and ranks.
         folder: the folder below ``root`` for the blocks of this rank.
         max_bytes: maximum size of all block files below ``root`` together, headers included.
     """

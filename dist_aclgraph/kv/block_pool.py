@@ -51,7 +51,7 @@ class BlockPool:
             blocks.
         checkpoints: the checkpoints of a model with recurrent state; None for other models. A
             checkpoint is freed when the last block before it is evicted from the prefix cache.
-        events: receives the events of the prefix cache; None if they are not published. The pool
+        events: receives the events of the prefix cache; None if events are not published. The pool
             reports evicted blocks; ``store_block``, which knows the tokens, reports stored blocks.
     """
 

@@ -32,8 +32,8 @@ def elements_per_token(facts: ModelFacts, tp: int) -> int:
 
 
 def how_to_shrink_weights(config: Config) -> str:
-    """Return the end of an error message. It names the configuration keys that make each rank's
-    weights smaller.
+    """Return the end of an error message. This text names the configuration keys that make each
+    rank's weights smaller.
     """
     more = "parallel.tp or parallel.ep" if config.parallel.ep > 1 else "parallel.tp"
     return f"raise {more}" + ("" if config.makes_int8 else ", or set quantization=w8a8")

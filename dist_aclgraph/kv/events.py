@@ -145,8 +145,8 @@ class CacheEvents:
 
         Args:
             now_s: the time of the message, in seconds since 1970.
-            rank: value of the message's field for the data-parallel rank. Here, it is the index of
-                the port that publishes the message.
+            rank: value of the message's field for the data-parallel rank. Here, the value is the
+                index of the port that publishes the message.
         """
         if not self._events:
             return b""

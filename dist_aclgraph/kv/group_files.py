@@ -190,11 +190,11 @@ def routes(
     Args:
         source: the part of the cache that the first worker of the source group keeps.
         readers: the parts of the cache that the workers on the reading node keep.
-        here: index of the reading node among the source group's nodes; None if it is not one of
-            these nodes.
+        here: index of the reading node among the source group's nodes; None if the reading node is
+            not one of these nodes.
         turn: a number that chooses the node from which a file is read, if several nodes with the
             same load have the file. Readers with different numbers use different nodes.
-        load: returns the load of a node. If several nodes have a file, the file is read from one
+        load: returns the load of a node. If several nodes have a file, the file is read from a node
             with the lowest load.
     """
     blocks = [

@@ -1,9 +1,9 @@
 """Stores KV outside the device, as files of blocks in a node's memory and on its disk.
 
 All groups of a node that serve the same model use the same files, even if the groups divide the
-heads among different numbers of ranks. A block is written to memory first. It is written to the
-disk later, when no other work waits. If a tier is full, its least recently used blocks are deleted.
-Files can be deleted at any time, because a block that is in no tier is computed again.
+heads among different numbers of ranks. A block is written to memory first. The block is written to
+the disk later, when no other work waits. If a tier is full, its least recently used blocks are
+deleted. Files can be deleted at any time, because a block that is in no tier is computed again.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ class HostCopies:
         return lock
 
     def leave(self) -> None:
-        """Delete the copies if no other group uses them."""
+        """Delete the copies if no other group uses these copies."""
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             BlockFiles(self._folder.parent, self._folder, max_bytes=0).delete_all()

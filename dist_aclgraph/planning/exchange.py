@@ -84,7 +84,7 @@ class ExchangeRule:
         """Return the rule of a deployment.
 
         Args:
-            chip: the chip that all ranks have. The rule depends on its generation and its CANN
+            chip: the chip that all ranks have. The rule depends on the chip's generation and CANN
                 release.
 
         Raises:

@@ -88,7 +88,7 @@ class RestartBudget(Backoff):
         self._taken_s = deque(now_s - age_s for age_s in ages_s)
 
     def spend(self, now_s: float) -> bool:
-        """Return whether a restart is allowed. If it is allowed, count the restart."""
+        """Return whether a restart is allowed. Count the restart if it is allowed."""
         while self._taken_s and self._taken_s[0] <= now_s - HOUR_S:
             self._taken_s.popleft()
         if not self.is_left(now_s):
@@ -107,9 +107,9 @@ class RestartBudget(Backoff):
 class StartLimit:
     """Computes a time limit for starting a group's processes, from the durations of earlier starts.
 
-    Ray does not report the death of a process that has not registered yet. So only a time limit
-    detects such a death. The limit doubles after each start that exceeds it, because the cause may
-    also be a busy machine.
+    Ray does not report the death of a process that has not registered with Ray yet. So only a time
+    limit detects such a death. The limit doubles after each start that exceeds it, because the
+    cause may also be a busy machine.
 
     Attributes:
         slowest_s: duration of the slowest earlier start, in seconds; None if no start has

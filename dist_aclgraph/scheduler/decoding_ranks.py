@@ -1,5 +1,5 @@
 """Applies the results of a step to all ranks on which every request decodes, in one operation for
-all of them.
+all these ranks.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ class GroupCopies:
         return self._waiting.end_fetching(self.ranks[dp_rank].note_late())
 
     def forget(self) -> None:
-        """Drop all jobs, because the workers have lost them. After this call, no request waits for
-        files.
+        """Drop all jobs, because the workers have lost the jobs. After this call, no request waits
+        for files.
         """
         self._waiting.end_fetching([each for copies in self.ranks for each in copies.forget()])
 

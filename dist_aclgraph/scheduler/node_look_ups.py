@@ -61,10 +61,10 @@ class NodeLookUps:
         return len(self._running)
 
     def must_ask(self, source: Source | None) -> bool:
-        """Return whether the other nodes must look up files. They must look up files if they may
-        have to fetch blocks, or if the engine's node has no files of this rank. In all other cases,
-        no look-up is needed, because the other nodes usually have files of the same blocks as the
-        engine's node.
+        """Return whether the other nodes must look up files. The other nodes must look up files if
+        they may have to fetch blocks, or if the engine's node has no files of this rank. In all
+        other cases, no look-up is needed, because the other nodes usually have files of the same
+        blocks as the engine's node.
         """
         return bool(self._finders) and not (source is None and self.is_beside_engine)
 

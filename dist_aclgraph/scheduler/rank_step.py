@@ -1,4 +1,4 @@
-"""A step of one data-parallel rank. While a step is built, it changes; afterwards, it is fixed."""
+"""A step of one data-parallel rank. A step changes while it is built, and never afterwards."""
 
 from __future__ import annotations
 
@@ -175,8 +175,8 @@ class StepBuilder:
         """Add chunks of running requests that have not sampled a token, in order of service.
 
         Args:
-            before: a waiting request. Only chunks of requests that are served before it are added;
-                if None, chunks of all requests are added.
+            before: a waiting request. Only chunks of requests that are served before this request
+                are added; if None, chunks of all requests are added.
         """
         while self.unserved and self.budget > 0:
             index = self.unserved[0]
@@ -196,9 +196,7 @@ class StepBuilder:
         return self.decoding is EVERY and not self.chunks
 
     def build(self) -> RankStep:
-        """Return the step. If tokens of the budget are unused, the prompts that are served first
-        get them.
-        """
+        """Return the step. The prompts that are served first get the unused part of the budget."""
         # In decode steps, the requests that are sampled come first, because a graph samples the
         # first requests of its batch.
         if self.kind == "decode":
@@ -277,8 +275,9 @@ class RankStep:
     def shape(self) -> StepShape:
         """The shape of the step.
 
-        If a prompt runs one token or ``decode_len`` tokens, ``query_len`` is 0 nevertheless,
-        because a prompt samples at other positions than a request that decodes.
+        ``query_len`` is 0 also for a prompt that runs one token or ``decode_len`` tokens, because
+        the positions that a prompt samples differ from the positions that a decoding request
+        samples.
         """
         lengths = self.records[:, 2]
         query_len = int(lengths[0])

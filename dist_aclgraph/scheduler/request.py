@@ -25,17 +25,17 @@ class Request:
             output.
         stop_ids: all token ids that end the output.
         key: a number by which the caller of the scheduler finds the request's results. The caller
-            sets it before the request is scheduled.
+            sets the key before the request is scheduled.
         arrival: a number that increases with each arriving request. The scheduler sets ``arrival``,
             ``deadline`` and ``max_total_tokens``.
-        deadline: number of the step by which the whole prompt should have run. It is the number of
-            the step at arrival, plus one for every ``SchedulerConfig.prompt_share`` tokens of the
-            prompt. The request with the earliest deadline is served first. So short prompts run
-            before a long prompt, until the long prompt has waited for as many steps as its
-            computation needs.
+        deadline: number of the step by which the whole prompt should have run. The deadline is the
+            number of the step at arrival, plus one for every ``SchedulerConfig.prompt_share``
+            tokens of the prompt. The request with the earliest deadline is served first. So short
+            prompts run before a long prompt, until the long prompt has waited for as many steps as
+            its computation needs.
         max_total_tokens: maximum length of prompt and output together.
-        dp_rank: the data-parallel rank that runs the request. While the request waits, it is the
-            last rank that has run the request or has looked up its files.
+        dp_rank: the data-parallel rank that runs the request. While the request waits, the value is
+            the last rank that has run the request or has looked up its files.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
         compiled_row: the row that the request had before it began to wait for its grammar; workers
             compile the grammar under the number of this row. -1 for other requests.
@@ -61,7 +61,7 @@ class Request:
             function returns None while the files are looked up. The attribute is None if no look-up
             runs.
         fetch: function that fetches blocks to the engine's node; another group has computed these
-            blocks. It is called at most once. None if no blocks are fetched.
+            blocks. The function is called at most once. None if no blocks are fetched.
         source: the group from which workers on other nodes fetch blocks; used at most once. None if
             no blocks are fetched.
         is_suspect: whether the request's logits have been NaN or infinite once. If true, the
@@ -203,7 +203,7 @@ def row_sampling(
 
     Args:
         seed: the seed that is used if ``params`` has no seed.
-        end_ids: all token ids that end the output. They are forbidden until the output has
+        end_ids: all token ids that end the output. These ids are forbidden until the output has
             ``min_tokens`` tokens.
     """
     biases = dict(params.logit_bias)
@@ -211,7 +211,7 @@ def row_sampling(
     structure = params.structure
     if structure is not None:
         structure = replace(structure, end_ids=tuple(end_ids))
-    # If there is a grammar, it alone decides whether a stop token is allowed, even before
+    # If there is a grammar, the grammar alone decides whether a stop token is allowed, even before
     # ``min_tokens``.
     has_grammar = structure is not None and bool(structure.grammar)
     allowed = params.allowed_token_ids

@@ -1,8 +1,9 @@
 """Chooses the lockstep group of a request, by the prefixes that the groups have cached and by the
 work that waits at the groups.
 
-An ingress does not see the caches of the groups. For each group, it remembers the prefixes that it
-has sent to the group, up to the size of the group's cache. For each group, the replicas of the
+An ingress does not see the caches of the groups. For each group, the ingress remembers the prefixes
+that it has sent to the group, up to the size of the group's cache. For each group, the replicas of
+the
 ingress send each other only one number: how many tokens of their own requests wait at the group.
 """
 
@@ -20,8 +21,8 @@ from dist_aclgraph.kv.checkpoints import BlockHash
 # request's prompt that are not computed yet. The reason is that the request runs in every step
 # until its end.
 REQUEST_TOKENS = 64
-# The weight of a cached token. It is 2, because a cached token saves time for its request, and also
-# for the requests that wait behind this request.
+# The weight of a cached token. The weight is 2, because a cached token saves time for its request,
+# and also for the requests that wait behind this request.
 WORTH_OF_CACHED = 2
 
 
@@ -35,7 +36,7 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
 
     Args:
         waiting: number of tokens that wait at each group; at least one group.
-        cached: for each group, how many of the prompt's tokens it has in its cache.
+        cached: for each group, how many of the prompt's tokens are in the group's cache.
         first: index of the group that is preferred among equal groups."""
     count = len(waiting)
     return min(
@@ -172,7 +173,7 @@ class RequestRouter:
             known.memory.clear()
 
     def remove(self, group: str) -> None:
-        """Remove a group. Call this after all of its requests have ended."""
+        """Remove a group. Call this after all requests of the group have ended."""
         self._groups.pop(group, None)
         self.counts.pop(group, None)
 
@@ -251,8 +252,8 @@ class RequestRouter:
         Args:
             prompt: int32 [num_prompt_tokens].
             prefill_from: the groups that accept requests. The value of a prefill group is the
-                minimum number of uncached tokens of prompts that are sent to it; the value of all
-                other groups is 0.
+                minimum number of uncached tokens of prompts that are sent to this group; the value
+                of all other groups is 0.
         """
         prefill = [name for name, minimum in prefill_from.items() if minimum]
         others = [name for name, minimum in prefill_from.items() if not minimum]

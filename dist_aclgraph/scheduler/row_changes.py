@@ -64,7 +64,7 @@ class RowChanges:
     def message(
         self, builder: StepBuilder, step: RankStep, cleaned: Sequence[int], kept: bytes
     ) -> RankBatch:
-        """Return the message for a decided step. It contains all changes until now.
+        """Return the message for a decided step. The message contains all changes until now.
 
         Args:
             cleaned, kept: as in ``RankBatch``.

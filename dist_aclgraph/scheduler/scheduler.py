@@ -68,8 +68,8 @@ class _Decided(NamedTuple):
 
 
 class Scheduler:
-    """Owns the requests of a lockstep group, and decides the steps of its data-parallel ranks. It
-    knows nothing about devices, channels or time.
+    """Owns the requests of a lockstep group, and decides the steps of its data-parallel ranks. The
+    scheduler knows nothing about devices, channels or time.
 
     ``schedule()`` decides a step, and ``update()`` applies the step's results. The next step may be
     decided before ``update()``. So the scheduler may notice the end of a request one step late. The
@@ -201,7 +201,7 @@ class Scheduler:
         self.waiting.add([request])
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestDelta | None:
-        """End a request immediately, even while a step runs it.
+        """End a request immediately, even while a step runs the request.
 
         The request's results from steps in flight are dropped. Returns None if the request is
         unknown or has finished.
@@ -358,7 +358,7 @@ class Scheduler:
 
         After this call, ``schedule()`` decides steps for the same tokens, and sends all rows to
         workers again. If the model has recurrent state, requests wait again, and start from
-        checkpoints. Otherwise, they keep their computed tokens.
+        checkpoints. Without recurrent state, requests keep their computed tokens.
         """
         self.epoch = epoch
         self._in_flight.clear()

@@ -94,7 +94,7 @@ def _plans(
     for mode in OTHER_MODES:
         other = deployment.with_mode(mode)
         if other.config.graph.mode == mode != deployment.config.graph.mode:
-            # The offers of the same ranks as before, but with streams reserved for the lazy graphs
+            # The offers of the ranks in ``offers``, but with streams reserved for the lazy graphs
             # of ``mode``.
             asked = [other.offers[offer.rank] for offer in distinct(offers)]
             found = other.planner.negotiate(asked)

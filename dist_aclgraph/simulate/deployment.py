@@ -109,7 +109,7 @@ class AssumedDeployment:
         return cls(planner, memory, offers, exchange)
 
     def with_mode(self, mode: GraphMode) -> AssumedDeployment:
-        """Return the same deployment in another graph mode."""
+        """Return a copy of this deployment with another graph mode."""
         graph = self.config.graph.model_copy(update={"mode": mode})
         return self.from_config(self.config.model_copy(update={"graph": graph}))
 
@@ -133,7 +133,9 @@ class AssumedDeployment:
         return self.planner.budget_model
 
     def graph_bytes(self, pool_bytes: int) -> int:
-        """Return the bytes that a rank's graphs use: ``pool_bytes``, or an estimate if it is 0."""
+        """Return the bytes that a rank's graphs use: ``pool_bytes``, or an estimate if
+        ``pool_bytes`` is 0.
+        """
         if self.config.graph.mode == "NONE":
             return 0
         return pool_bytes or self.memory.graph_bytes

@@ -278,7 +278,7 @@ class SimulatedGroup:
         output: Sequence[int] = (),
         source: SimulatedNode | None = None,
     ) -> bool:
-        """Submit a request. Return whether the scheduler accepted it.
+        """Submit a request. Return whether the scheduler accepted the request.
 
         Args:
             name: the request's id, which is a number as text.

@@ -120,7 +120,7 @@ class EventPublisher:
                 raise
 
     def publish(self, payload: bytes) -> None:
-        """Give a message its number, store the message for replays, and send it to all subscribers."""
+        """Give a message its number, store it for replays, and send it to all subscribers."""
         number, self._next = self._next, self._next + 1
         if self.replays is not None:
             with self._guard:

@@ -128,7 +128,7 @@ class SlowRow(Row):
         return np.full(self._num_words, ALL), super().error or NO_MATCH
 
     def _mask_of_state(self) -> IntArray:
-        """Return the mask for the matcher's state. The mask is computed only once for each state."""
+        """Return the mask for the matcher's state, which is computed only once for each state."""
         if self._words is None:
             words: IntArray = np.full(self._num_words, ALL)
             self.fill(words)

@@ -74,7 +74,9 @@ class LegacyInputs:
 
     @property
     def num_groups(self) -> int:
-        """Number of communication groups that the formulas count. They count only TP and DP."""
+        """Number of communication groups that the formulas count. The formulas count only TP and
+        DP.
+        """
         return (self.dp > 1) + (self.tp > 1)
 
     @property

@@ -1,8 +1,8 @@
-"""The interface of a budget model. It computes prices of buckets, and limits on the number of
-buckets.
+"""The interface of a budget model. A budget model computes prices of buckets, and limits on the
+number of buckets.
 
-A price says how many streams or bytes one bucket needs. It has several parts, one for each reason
-(``BudgetTerm``).
+A price says how many streams or bytes one bucket needs. A price has several parts, one for each
+reason (``BudgetTerm``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dist_aclgraph.planning.budget.workload import Workload
 
 @dataclass(frozen=True)
 class BudgetTerm:
-    """One part of a bucket's price. It is one line in the report.
+    """One part of a bucket's price. The report has one line for each part.
 
     Attributes:
         name: name of the user of the streams, e.g. a communication domain.
@@ -59,7 +59,7 @@ class Limit:
     def admits(self, counts: Sequence[int]) -> bool:
         """Whether the amount is enough for ``counts`` buckets of each family.
 
-        If it is enough for some numbers of buckets, it is also enough for smaller numbers.
+        An amount that is enough for some numbers of buckets is also enough for smaller numbers.
         """
         return sum(p * n for p, n in zip(self.prices, counts, strict=True)) <= self.amount
 
