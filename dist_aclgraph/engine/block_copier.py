@@ -147,7 +147,7 @@ class BlockCopier:
 
     @property
     def num_read(self) -> dict[str, int]:
-        """Number of blocks that were read from each tier, by the tier's name."""
+        """For each tier's name, the number of blocks that were read from this tier."""
         return dict(self._tiers.num_read)
 
     def begin(

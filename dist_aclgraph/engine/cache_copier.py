@@ -59,8 +59,8 @@ class CacheCopier:
 
     @property
     def num_read(self) -> dict[str, int]:
-        """Number of KV blocks that were read from each tier, by the tier's name; recurrent states
-        are not counted.
+        """For each tier's name, the number of KV blocks that were read from this tier; recurrent
+        states are not counted.
         """
         return self._blocks.num_read
 

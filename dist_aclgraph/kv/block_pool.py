@@ -219,7 +219,8 @@ class BlockPool:
         """Return the blocks that workers must clean before the next step. Each block is returned
         only once.
 
-        The result includes the dummy block, to which tokens after the end of a request are written.
+        The result includes the dummy block, because the KV of tokens after a request's end is
+        written there.
         """
         if not self._dirty:
             return []

@@ -65,8 +65,8 @@ class GroupFiles:
     Attributes:
         places: for each worker of a data-parallel rank, the part of the cache that the worker
             keeps.
-        node_ids: Ray's id of each worker's node, by group rank. The group's engine is on the node
-            of the first worker.
+        node_ids: Ray's id of each worker's node; the index is the group rank. The group's engine is
+            on the first worker's node.
         only_workers: if true, workers fetch and send files on every node, because the transport
             needs a device. If false, the engine fetches and sends the files of its own node.
     """
@@ -88,7 +88,7 @@ class GroupFiles:
         kept.
 
         Args:
-            node_ids: Ray's id of each worker's node, by group rank.
+            node_ids: Ray's id of each worker's node; the index is the group rank.
             only_workers: see ``GroupFiles``.
         """
         layout, places = ParallelLayout.from_config(config.parallel), list[CachePlace]()

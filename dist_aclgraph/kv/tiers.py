@@ -132,7 +132,8 @@ class KVTiers:
     any thread may call ``has`` and ``num_bytes``.
 
     Args:
-        tiers: the files in each tier, by the tier's name; new blocks are written to the first tier.
+        tiers: maps the name of each tier to the tier's files; new blocks are written to the first
+            tier.
         others: for each tier's name, the files that other groups have written to this tier; these
             groups divide the heads in other ways.
     """

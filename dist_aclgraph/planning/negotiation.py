@@ -219,8 +219,8 @@ def _menu(
 
 
 def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...]:
-    """Return how many buckets each family gets. Of all numbers within the limits, these have the
-    lowest expected cost.
+    """Return how many buckets each family gets. The returned numbers have the lowest expected cost
+    of all numbers within the limits.
 
     The batches of a family without a bucket run eagerly, which costs more than other families can
     save. So choices are compared first by the number of families without a bucket, then by the

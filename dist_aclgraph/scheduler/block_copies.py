@@ -192,8 +192,8 @@ class BlockCopies:
     def _save(self) -> None:
         """Begin to write the waiting blocks that are still in the prefix cache and have no file.
 
-        The files are looked up first. If the answer comes later, a later call begins to write.
-        While copy jobs may hold no additional blocks, only checkpoints are written.
+        The files are looked up first. If the answer does not come at once, a later call begins to
+        write. While copy jobs may hold no additional blocks, only checkpoints are written.
         """
         if self._existing is None:
             first = islice(self._pending, max(0, self._num_free))

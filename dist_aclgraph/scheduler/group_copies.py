@@ -93,8 +93,8 @@ class GroupCopies:
         return self.ranks[request.dp_rank].have_ended(request.hashes)
 
     def stop_fetching(self, dp_rank: int) -> int:
-        """From now on, let no request wait for a data-parallel rank's copy jobs, until one of these
-        jobs ends.
+        """Let no request wait for a data-parallel rank's copy jobs. This state ends when one of
+        these jobs ends.
 
         Returns how many requests were waiting for copy jobs that read their blocks.
         """

@@ -23,7 +23,7 @@ class _LookUp:
 
     Attributes:
         waits_for: the workers that have not answered yet.
-        num_found: the smallest of the numbers of leading blocks that workers have found until now.
+        num_found: the smallest number of leading blocks that a worker has found until now.
         source: the group from which missing blocks are fetched; None if nothing is fetched.
     """
 

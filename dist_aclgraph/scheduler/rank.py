@@ -331,7 +331,7 @@ class RankScheduler:
         return step
 
     def again(self, step: RankStep) -> RankBatch:
-        """Return the message with which workers run the only step in flight again.
+        """Return the message that makes the workers run the only step in flight again.
 
         Workers already have the step's rows. The message adds the tokens of the previous step.
         """

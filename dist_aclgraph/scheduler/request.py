@@ -42,8 +42,8 @@ class Request:
         block_ids: the request's block table.
         hashes: hashes of the first full blocks. A hash is computed when it is first needed. A
             preempted request keeps its hashes.
-        prompt_end: position where the output begins. If the request was submitted again, the last
-            part of the submitted prompt is output that existed before.
+        prompt_end: position where the output begins. If a request is submitted again, the submitted
+            prompt ends with the existing output, so the output begins inside the submitted prompt.
         num_cached_tokens: number of prompt tokens that were found in the prefix cache; -1 until the
             request is first admitted. If another group has begun the request, the number is 0,
             because that group has counted the tokens.

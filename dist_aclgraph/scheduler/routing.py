@@ -1,5 +1,5 @@
-"""Chooses the lockstep group of a request, by the prefixes that the groups have cached and by the
-work that waits at the groups.
+"""Chooses the lockstep group of a request. The choice depends on the prefixes that the groups have
+cached, and on the work that waits at the groups.
 
 An ingress does not see the caches of the groups. For each group, the ingress remembers the prefixes
 that it has sent to the group, up to the size of the group's cache. For each group, the replicas of

@@ -184,7 +184,7 @@ class RunningRows(Columns):
 
     def remove(self, indices: list[int]) -> Places:
         """Move the recent tokens of requests to their token lists, and remove the requests. The
-        requests after them get smaller indices.
+        requests after the removed requests get smaller indices.
 
         Returns:
             For each request that existed before, its new index; -1 if it was removed.

@@ -34,7 +34,7 @@ def compare(
     """Return a row for each set of graphs, with padding, eager steps, and streams.
 
     In a row, ``is_affordable`` says whether the ranks could capture all graphs of the set.
-    ``usable`` is the number of usable streams on the rank that has the fewest.
+    ``usable`` is the number of usable streams on the rank with the fewest usable streams.
     """
     rows = [
         {

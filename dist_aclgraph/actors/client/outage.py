@@ -60,8 +60,8 @@ class Recovery:
 
     @classmethod
     def from_config(cls, config: Config, ask: AskOutlook) -> Recovery | None:
-        """Return the configured way to wait; None if the configuration says that lost groups are
-        not replaced.
+        """Return the ``Recovery`` of a configuration; None if the configuration does not replace
+        lost groups.
         """
         recovery = config.recovery
         return cls(ask, recovery.wait_s) if recovery.restarts_per_hour else None

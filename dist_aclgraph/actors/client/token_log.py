@@ -153,7 +153,7 @@ class OpenRequest:
         return cls(request_id, prompt, sampling, 1, (), "", lambda delta: None, is_probe=True)
 
     def submit(self, number: int) -> Submit:
-        """Return the message that requests the missing tokens from an engine."""
+        """Return the message that asks an engine for the tokens that the request still needs."""
         sampling = self.sampling
         # If the request has output tokens, it already has the log-probabilities of the prompt, too.
         if self.num_output_tokens and sampling.prompt_logprobs >= 0:

@@ -3,11 +3,12 @@ requests has made progress.
 
 A request might be the cause of its engine's death. Such a request would end every engine that runs
 it. The client does not know which request of an engine was the cause, so the client tries the
-requests in turns. A request that lost two engines without progress runs alone. But its engines may
-have died together for another reason. So the lone request runs only on an engine that started after
-the loss of the request's first engine. If this engine also dies, the request is the cause. An
-engine might also be broken, so that every request on this engine fails. To find such an engine, the
-first turn on each engine runs a probe, which is a request that the client makes itself.
+requests in one turn after another. A request that lost two engines without progress runs alone. But
+its engines may have died together for another reason. So the lone request runs only on an engine
+that started after the loss of the request's first engine. If this engine also dies, the request is
+the cause. An engine might also be broken, so that every request on this engine fails. To find such
+an engine, the first turn on each engine runs a probe, which is a request that the client makes
+itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The calls to a group's engine and workers that open, drain and stop the group."""
+"""Opens, drains and stops a group, with calls to its engine and workers."""
 
 from __future__ import annotations
 

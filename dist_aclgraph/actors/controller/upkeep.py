@@ -140,9 +140,7 @@ class Upkeep:
 
     @property
     def failure(self) -> str:
-        """The reason why no group will ever serve again; "" while a group serves or may serve
-        later.
-        """
+        """Why service has ended for good; "" if a group serves or may serve later."""
         watch = self._serving.watch
         # ``serves`` is checked first: a new group serves for a moment before ``watch`` knows the
         # group.

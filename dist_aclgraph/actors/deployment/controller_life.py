@@ -157,8 +157,8 @@ class ControllerKeeper:
     def end_by_force(self) -> None:
         """Kill the last controller, and free the NPUs of its deployment."""
         end_by_force(self.controller, self._name)
-        # Ray can only ask a process of a fork server to end. A process that SIGSTOP has stopped
-        # does not react to this request.
+        # Ray can only ask a forked process to end. A process that SIGSTOP has stopped does not
+        # react to this request.
         processes.kill_handles(self._process)
 
     def _run(self) -> None:

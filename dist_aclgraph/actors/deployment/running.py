@@ -53,8 +53,8 @@ class RunningDeployment:
 def running_deployment(
     name: str | None = None, local_ray: str | None = None
 ) -> Iterator[RunningDeployment]:
-    """Find a deployment. The process is joined to the deployment's Ray cluster until the end of the
-    context; see ``join_ray``.
+    """Find a deployment. Until the end of the context, this process is connected to the
+    deployment's Ray cluster; see ``join_ray``.
 
     Args:
         name: name of the controller; required if several deployments run.

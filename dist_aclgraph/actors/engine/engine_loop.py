@@ -271,7 +271,7 @@ class EngineLoop:
                     outputs = self._resume(e)
                 except DistAclGraphError as e:
                     self.fail(str(e))
-                except Exception as e:  # any exception, because clients must get the reason
+                except Exception as e:  # catch any exception, because clients must get the reason
                     self.fail(f"{type(e).__name__}: {e}")
         finally:
             self._dismiss_workers()
@@ -391,7 +391,7 @@ class EngineLoop:
             raise EngineDeadError(STOPPING)
 
     def _book(self, sent: _Sent, result: StepResult, took_s: float, update_s: float) -> None:
-        """Add a step's host times (microseconds) and counters to the sums of the step's mode."""
+        """Add a step's host times (microseconds) and counters to the sums for the step's mode."""
         graph = sent.plan.graph
         mode = "eager" if graph is None else graph.mode.lower()
         worker_us = sum(result.timings_us.values())

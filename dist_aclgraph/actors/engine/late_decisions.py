@@ -42,8 +42,8 @@ class LateDecisions:
         return min(MAX_DELAY_S, max(0.0, spare_s - max(LEAST_SPARE_S, SPARE_PART * spare_s)))
 
     def note(self, ended: StepPlan, delayed_s: float, waited_s: float) -> None:
-        """Update the stored time for steps like ``ended``. To be called when ``ended`` has ended
-        and the next step is in flight.
+        """Update the stored time for steps of the same kind as ``ended``. To be called when
+        ``ended`` has ended and the next step is in flight.
 
         Args:
             delayed_s: how many seconds the decision of the next step waited.

@@ -52,7 +52,8 @@ class FetchCounts:
 
     blocks: int = 0
     num_bytes: int = 0
-    # Number of fetches that took too long, or whose source was silent or sent an invalid answer.
+    # Number of failed fetches: the fetch took too long, the source was silent, or the source sent
+    # an invalid answer.
     failures: int = 0
 
 

@@ -173,7 +173,7 @@ class EventPublishers:
         return self._publishers[index]
 
     def close(self) -> None:
-        """Send the messages that still wait, for at most ``LAST_WORDS_MS``. Release the ports."""
+        """Send the unsent messages; this takes at most ``LAST_WORDS_MS``. Release the ports."""
         self._is_closing = True
         self._wakeup.wake()
         if self._thread is not None:

@@ -136,9 +136,7 @@ class LocalPeers:
         return self._epoll.fileno()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for connections and bytes, and handle what has arrived. Return False after a
-        timeout.
-        """
+        """Wait until connections or bytes arrive, and handle them. Return False after a timeout."""
         found = self._epoll.poll(timeout_s)
         for fd, events in found:
             peer = self._peers.get(fd)

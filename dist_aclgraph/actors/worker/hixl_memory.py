@@ -67,7 +67,8 @@ class HixlMemory:
 
     Attributes:
         engine: name of the HIXL engine, as ``host:port``.
-        num_lost: number of unusable slots: slots to which a link that did not end may still write.
+        num_lost: number of slots that stay unusable, because a link that could not be ended may
+            still write to the slot.
 
     Raises:
         PlacementError: no port is free, or the address is a wildcard.

@@ -459,8 +459,8 @@ class RunningRank:
         streams stays low even after graphs were released.
         """
         joined = self.joined
-        # Free the temporary memory of eager steps. ``eager_bytes`` is subtracted for this memory
-        # below, so the memory must not count twice.
+        # Free the temporary memory of eager steps. Below, ``eager_bytes`` is subtracted for this
+        # memory, so the memory must not be in use here.
         joined.npu.give_back()
         # Before graphs are captured, the caches of the trial steps are freed, and larger caches
         # replace them. The recurrent states keep their size, so their bytes count as free. The

@@ -191,7 +191,8 @@ class Worker:
                 self._neighbours[pid] = os.pidfd_open(pid)
 
     def open_meeting(self) -> str:
-        """Listen for the other ranks of a group on several nodes. Return the address for them.
+        """Listen for the other ranks, in a group on several nodes. Return the address to which the
+        other ranks connect.
 
         Raises:
             PlacementError: no port is free.
@@ -341,8 +342,8 @@ class Worker:
         """Check that a step is for this worker's graph plan and data-parallel rank.
 
         Raises:
-            RankDisagreementError: the step is for another plan or data-parallel rank; the message
-                names the step's and the worker's.
+            RankDisagreementError: the step's plan or data-parallel rank differs from the worker's;
+                the message names both values.
         """
         dp_rank = self._running.joined.groups.dp_rank
         if step.dp_rank != dp_rank:
@@ -375,8 +376,9 @@ class Worker:
         rank.runner.launch(step, rank.joined.group_rank, report)
 
     def open_node_files(self, settings: NodeFilesSettings) -> NodeServer | None:
-        """Look up, fetch and serve the files of KV blocks on this node until the next step loop
-        ends. Return the server for other groups. Raises the same errors as ``NodeFiles``.
+        """Begin to look up, fetch and serve the files of KV blocks on this node. The end of the
+        next step loop ends this work. Return the server for other groups. Raises the same errors as
+        ``NodeFiles``.
         """
         self._node_files = NodeFiles(self._config, settings)
         if self._copies is None and self._config.kv.host_gib:
@@ -384,7 +386,7 @@ class Worker:
         return self._node_files.server
 
     def leave_copies(self) -> None:
-        """Delete the copies in this node's memory, like ``Engine.leave_copies``."""
+        """Delete the copies of KV in this node's memory; see ``Engine.leave_copies``."""
         if self._copies is not None:
             self._copies.leave()
             self._copies = None

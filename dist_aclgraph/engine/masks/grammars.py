@@ -111,8 +111,8 @@ class Grammars:
         return added
 
     def _forget_oldest(self, newest: tuple[str, str]) -> None:
-        """Drop the oldest grammars until the others are within the limits. A grammar that is not
-        compiled yet is kept, because a request waits for it.
+        """Drop the oldest grammars until the remaining grammars are within the limits. A grammar
+        that is not compiled yet is kept, because a request waits for it.
         """
         for key, kept in list(self._kept.items()):
             if self._num_bytes <= MAX_KEPT_BYTES and len(self._kept) <= MAX_KEPT:

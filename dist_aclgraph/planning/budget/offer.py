@@ -64,8 +64,7 @@ def max_piecewise_sizes(chip: str) -> int | None:
 
 
 def share_cards(offers: Sequence[StreamOffer]) -> list[StreamOffer]:
-    """Return the offers after the streams of each card were divided by the number of the card's
-    ranks.
+    """Divide the streams of each card by the number of the card's ranks; return the changed offers.
 
     The division is necessary, because each rank has counted all free streams of its card.
     ``reserve`` is not divided, because each rank has its own reserve.
