@@ -123,8 +123,9 @@ class StepBuffers:
         self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)
         # The block table of the last step, if ``_table`` contains the same blocks; otherwise None.
         self._latest_table: IntArray | None = None
-        self._written_rows = 0  # number of rows of the last step's block table
-        self._written_width = 0  # number of its columns; ``_table`` is zero after these columns
+        # Size of the last step's block table. ``_table`` is zero after the columns of that table.
+        self._written_rows = 0
+        self._written_width = 0
         self._is_forgotten = False  # whether the next step must send all rows of the block table
         self._stream = runtime().current_stream()
 

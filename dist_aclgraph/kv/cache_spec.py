@@ -21,7 +21,8 @@ def elements_per_token(facts: ModelFacts, tp: int) -> int:
     """Return how many elements one TP rank keeps for each token in each layer.
 
     The elements are the keys and values of the rank's heads. With latent attention, the elements
-    are the latent and the rotated key, which all heads share. Every rank keeps them whole.
+    are the latent and the rotated key, which all heads share. Every rank keeps the whole latent and
+    the whole rotated key.
 
     Raises:
         ConfigError: the heads cannot be divided evenly among the ranks.

@@ -150,7 +150,7 @@ def propose(
 def _with_old_graphs(
     old: GraphPlan, new: GraphPlan, offers: Sequence[StreamOffer], budget_model: BudgetModel
 ) -> GraphPlan:
-    """Return the new plan, with additional graphs of the old plan as far as the limits allow.
+    """Return the new plan, plus the graphs of the old plan for which the limits leave room.
 
     Without this extension, small changes of the traffic would release a graph, and later capture it
     again.

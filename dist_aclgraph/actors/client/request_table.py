@@ -109,8 +109,8 @@ class RequestTable:
     def taking(self) -> list[str]:
         """Return the URLs of the engines to which requests can be sent.
 
-        The result contains the engines that have answered the client. If there are none, the result
-        contains the engines whose first answer is still missing.
+        The result contains the engines that have answered the client. If there is no such engine,
+        the result contains the engines that have not answered yet.
         """
         serving = [engine for engine in self.engines.values() if engine.state == "serving"]
         return [e.url for e in serving if e.link.is_welcome] or [e.url for e in serving]

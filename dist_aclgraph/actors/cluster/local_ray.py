@@ -434,7 +434,7 @@ def own_process_group() -> Iterator[None]:
 
     The leader of a group cannot leave the group. If this process is the leader, its child processes
     start in the old group. A group ends with its last member. If this process was the last member
-    of the old group, it cannot return, and stays in the new group.
+    of the old group, this process cannot return, and stays in the new group.
     """
     group = os.getpgrp()
     if group == os.getpid():

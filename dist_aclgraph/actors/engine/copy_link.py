@@ -36,7 +36,7 @@ class CopyLink:
         self._number = 0
         self._num_read: dict[int, dict[str, int]] = {}  # last known ``num_read`` of each worker
         self._fetched: dict[int, dict[str, int]] = {}  # last known ``fetched`` of each worker
-        self._answered = [0] * channel.num_workers  # for each worker, its last answered message
+        self._answered = [0] * channel.num_workers  # for each worker, its last answered number
         self._touched_s = time.monotonic()
         # the last known ``num_ended`` of each data-parallel rank
         self._num_ended = [0] * len(scheduler.copies.ranks)

@@ -90,8 +90,8 @@ class AskedLogprobs:
 
 @dataclass(frozen=True)
 class SamplingPlaces:
-    """The sampling parameters of places. The parameters of a step differ from those of the step
-    before only if the step samples other rows, or if the parameters of a row have changed.
+    """The sampling parameters of places. Two successive steps have different parameters only if
+    they sample different rows, or if the parameters of a row have changed.
 
     Attributes:
         seeds: [n], the mixed seeds; see ``mix_seeds``.
