@@ -2,11 +2,11 @@
 class copies recurrent states: each of its "blocks" is one slot of the state cache.
 
 Blocks pass through a few slots. A slot has memory on the device and pinned memory of the host. A
-block consists of one part in each layer. All of its parts are gathered in a slot, so that one
-transfer moves them together. Blocks are gathered from the caches and scattered to the caches on the
+block consists of one part in each layer. All parts of a block are gathered in a slot, so that one
+transfer moves all parts. Blocks are gathered from the caches and scattered to the caches on the
 main stream, in the order of the engine's messages. So a block has the contents that the scheduler
 expects. The transfers run on another stream, while steps run. One thread, the file thread, reads
-and writes the files; it never uses the device.
+and writes the files. The file thread never uses the device.
 """
 
 from __future__ import annotations

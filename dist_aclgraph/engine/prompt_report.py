@@ -57,8 +57,8 @@ def queue_prompts(
     logits_of: Callable[[Tensor], Tensor],
     most: int,
 ) -> list[ComingPrompt]:
-    """Compute the log-probabilities of prompts for the requests that ask for them, and queue their
-    copies to the host.
+    """Compute the log-probabilities of prompts for the requests that ask for log-probabilities, and
+    queue copies of the results to the host.
 
     Every rank of a tensor parallel group calls this with the same rows. The host does not wait.
 

@@ -153,7 +153,7 @@ class StepOutput:
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
         # ``_coming_rows``: the rows that have bad words, and whose latest tokens are not on the
-        # host, because a step in flight samples them. ``_coming``: these tokens.
+        # host, because a step in flight samples these tokens. ``_coming``: these tokens.
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()

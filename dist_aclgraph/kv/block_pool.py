@@ -209,7 +209,7 @@ class BlockPool:
 
     def condemn(self, block_ids: Iterable[int]) -> None:
         """Record that used blocks might contain NaN. From now on, ``match`` does not find these
-        blocks, and each of them is cleaned after it is freed.
+        blocks, and each block is cleaned after it is freed.
         """
         for block_id in block_ids:
             self._forget(block_id)

@@ -48,7 +48,8 @@ class PagedTensor:
         num_layers: number of layers that have the tensor.
         width: number of elements of a token in one layer, on one rank.
         is_whole: whether every rank stores the data of all tokens, even if the cache is sharded.
-        is_int8: whether the elements are int8. If false, they have the type ``KVCacheSpec.dtype``.
+        is_int8: whether the elements are int8. If false, the elements have the type
+            ``KVCacheSpec.dtype``.
     """
 
     num_layers: int

@@ -165,8 +165,8 @@ class KVTiers:
         """Return the tiers for KV blocks, as the configuration describes them.
 
         Args:
-            identity: see ``cache_identity``. If it is "", this method computes the identity from
-                the model's files.
+            identity: see ``cache_identity``. If ``identity`` is "", this method computes the
+                identity from the model's files.
 
         Raises:
             ConfigError: a folder cannot be made, or is too small.
@@ -319,8 +319,8 @@ def disk_root(config: Config) -> Path:
 class HostCopies:
     """Registers a group as a user of the copies of the model's KV in the node's memory.
 
-    When a group ends and no other group uses the copies, the group deletes them. If a group is
-    killed, the copies stay.
+    When a group ends and no other group uses the copies, the group deletes the copies. If a group
+    is killed, the copies stay.
     """
 
     def __init__(self, config: Config) -> None:

@@ -174,7 +174,7 @@ class RankMemory:
 
         Raises:
             ConfigError: the message names the needed and the available bytes, the large parts, and
-                how to make each of them smaller.
+                how to make each large part smaller.
         """
         needed = self.taken_bytes + self.eager_bytes
         if needed <= self.device_bytes:

@@ -199,8 +199,8 @@ def check_partition(mode: GraphMode, *, is_soft: bool) -> None:
 
     Args:
         is_soft: result of ``environment.is_soft_partition()``. On a soft partition, an event must
-            be recorded before a wait for it is queued. But a full graph waits for events, and is
-            queued before the updates that record these events.
+            be recorded before a wait for this event is queued. But a full graph waits for events,
+            and is queued before the updates that record these events.
 
     Raises:
         ConfigError: the mode has full graphs.

@@ -1,7 +1,7 @@
 """The frequency of each batch size. Buckets are chosen for these frequencies.
 
-Engines count batches, and this module evaluates the counts. All functions are pure; they get the
-time as an argument.
+Engines count batches, and this module evaluates the counts. All functions are pure; the time is an
+argument.
 """
 
 from __future__ import annotations

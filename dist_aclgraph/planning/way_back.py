@@ -63,8 +63,8 @@ class Failure:
         faults: for each rank that has reported a fault, this fault; None stands for an unknown
             error.
         lost: ranks whose process has exited or does not answer.
-        in_a_row: number of times that the group was resumed since it last ran ``SOUND_STEPS`` steps
-            without a failure.
+        in_a_row: number of times that the group was resumed since the group last ran
+            ``SOUND_STEPS`` steps without a failure.
         may_resume: whether the configuration allows stopping and restarting devices.
         is_over: whether the group's epoch has ended. If true, its requests already run in other
             groups.

@@ -251,7 +251,7 @@ class BlockCopies:
         source: Source | None = None,
     ) -> Answer[int]:
         """Begin to look up how many leading blocks a request need not compute. These are the
-        ``first`` cached blocks, and the blocks after them that have files. If the model has
+        ``first`` cached blocks, and the following blocks that have files. If the model has
         recurrent state, the last of these blocks must also have a checkpoint with a file. If files
         are found while too many blocks are being read, the answer stays None until enough jobs have
         ended. If this takes longer than ``WAIT_S``, the answer is the number ``first``.

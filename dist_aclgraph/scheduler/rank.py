@@ -362,7 +362,8 @@ class RankScheduler:
     def release_non_finite(self, new: NewTokens) -> list[Request]:
         """Release and return the requests of the oldest step whose logits were NaN or infinite.
 
-        Their KV might contain NaN, so their blocks are cleaned before other requests get them.
+        The KV of these requests might contain NaN, so their blocks are cleaned before other
+        requests get these blocks.
         """
         flight = self._flights[0]
         samples = np.flatnonzero(flight.step.records[:, 3] > 0)
@@ -377,7 +378,9 @@ class RankScheduler:
         return found
 
     def release_failed(self, new: NewTokens) -> list[tuple[Request, str]]:
-        """Release the requests that failed in the oldest step; return them with the reasons."""
+        """Release the requests that failed in the oldest step; return the requests with the
+        reasons.
+        """
         if not new.failed:
             return []
         flight = self._flights[0]

@@ -125,7 +125,7 @@ class StepBuilder:
     """Collects the work of one rank: requests that decode, then chunks of prompts.
 
     Attributes:
-        decoding: [num_decoding], indices of the requests that decode. Each of them runs
+        decoding: [num_decoding], indices of the requests that decode. Each of these requests runs
             ``decode_len`` tokens.
         budget: number of tokens that may still be added to the step.
         max_chunk: maximum number of tokens of one prompt in the step, as long as other requests
@@ -239,7 +239,8 @@ class RankStep:
     Attributes:
         indices: [num_reqs], indices among the running requests at the time of the decision.
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
-        num_decoding: number of requests that decode. They are the first requests of the step.
+        num_decoding: number of requests that decode. Decoding requests are the first requests of
+            the step.
         decode_len: number of tokens of a request that decodes: its last token and its drafts.
         num_prompt_ranks: number of ranks that split prompts.
         is_uniform: whether all requests run like decoding requests. If true, requests that do not

@@ -288,7 +288,7 @@ class Scheduler:
         So the request waits again, and is computed from its first token in clean blocks that no
         other request uses. If its logits are NaN or infinite a second time, the request ends. If a
         rank had not compiled the grammar of a request, the request gets no token, and waits until
-        all ranks have compiled it.
+        all ranks have compiled the grammar.
 
         Raises:
             WorkerError: the step failed on a rank, or a result does not have the expected tokens.

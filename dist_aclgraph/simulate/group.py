@@ -285,7 +285,7 @@ class SimulatedGroup:
             hands_over: whether the group computes only the prompt and the first token.
             output: the tokens that another group has already generated.
             source: the node of the group that has computed the prompt; None if this group computes
-                it.
+                the prompt.
         """
         prompt = arrival.token_ids(int(name))
         request = Request(

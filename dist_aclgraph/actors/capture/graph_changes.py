@@ -34,7 +34,7 @@ PATIENCE_STEPS = 200  # after this many steps, a change is due even if requests 
 
 @dataclass
 class ChannelRanks:
-    """The ranks of a serving group; commands reach them over the group's step channel.
+    """The ranks of a serving group; commands reach the ranks over the group's step channel.
 
     Attributes:
         epoch: a function that returns the group's current epoch.

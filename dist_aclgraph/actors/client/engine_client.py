@@ -147,7 +147,8 @@ class EngineClient:
             on_delta: a function that the I/O thread calls with each delta, in order.
             seed: the seed for sampling if ``params`` has no seed.
             cache_salt: only requests with the same salt share cached blocks.
-            output: tokens that the request already has, int32; the engine continues after them.
+            output: tokens that the request already has, int32; the engine continues after these
+                tokens.
             role: see ``TransferRole``.
             peer: see ``OpenRequest``.
             wakes: whether to wake the I/O thread; if False, the caller must call ``wake`` later.

@@ -306,7 +306,7 @@ def release(group: PlacementGroup) -> None:
 
 
 def release_all(prefix: str) -> None:
-    """Free the bundles of a deployment whose controller died and could not free them.
+    """Free the bundles of a deployment whose controller died and could not free the bundles.
 
     Without this call, Ray keeps the bundles until the controller's job ends.
     """

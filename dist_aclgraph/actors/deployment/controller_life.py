@@ -134,7 +134,8 @@ class ControllerKeeper:
         self._term = Term(0, reach.token, reach.max_model_len)
         self._silence = Silence(LEASES * config.timeouts.link_s)
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
-        # Locked while a controller is created, and in ``stop``. No controller is created after ``stop``.
+        # Locked while a controller is created, and in ``stop``. So no controller is created after
+        # ``stop``.
         self._making = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="controller-keeper", daemon=True)

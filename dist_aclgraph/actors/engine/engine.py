@@ -275,7 +275,7 @@ class Engine:
             },
         )
         # All objects that exist at this point stay alive until the engine ends, so later garbage
-        # collections skip them.
+        # collections skip these objects.
         gc.collect()
         gc.freeze()
         self._log.group, self._log.get_epoch = settings.group, lambda: scheduler.epoch
@@ -371,8 +371,8 @@ class Engine:
             event(logger, "engine_stopping")
             self._loop.stop()
             self._thread.join(timeout=self._config.timeouts.stop_s)
-        # The threads that fetch or send files can hang in a file system, so the wait for them is
-        # limited. The limit leaves time for the later call of ``leave_copies``.
+        # The threads that fetch or send files can hang in a file system, so the wait for these
+        # threads is limited. The limit leaves time for the later call of ``leave_copies``.
         limit_s = self._config.timeouts.stop_s / 4
         if self._fetches is not None:
             self._fetches.close(limit_s)

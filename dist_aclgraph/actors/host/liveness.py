@@ -162,7 +162,8 @@ class Lease:
 
     While the holder is stopped (SIGSTOP), the giver may replace the holder by another process. When
     the holder runs again, the first question that the holder reads may be old: the giver may have
-    sent it before the replacement. So only the second question after the stop renews the lease.
+    sent this question before the replacement. So only the second question after the stop renews the
+    lease.
 
     Attributes:
         is_given_back: see ``give_back``.

@@ -166,7 +166,7 @@ class BlockFetches:
 
         Args:
             group: name of the group that has computed the blocks. If a group of another service has
-                computed them, the ``BlockSource`` of that group.
+                computed the blocks, the ``BlockSource`` of that group.
             is_wanted: see ``fetch_of``.
         """
         source = self._sources.get(group) if isinstance(group, str) else self._of_peer(group)

@@ -422,8 +422,8 @@ class RunningRank:
     def resume(self, *, keeps_kv: bool = True) -> None:
         """Make the device usable again after an abort.
 
-        Graphs stay valid. With ``keeps_kv``, the KV cache also stays valid; otherwise it is set to
-        zero.
+        Graphs stay valid. With ``keeps_kv``, the KV cache also stays valid; otherwise the cache is
+        set to zero.
 
         Raises:
             DeviceError: the device does not recover, or memory that is still needed is faulty.
@@ -455,8 +455,8 @@ class RunningRank:
         """Return this rank's offer of resources for graphs.
 
         Call this method after the first eager steps, because eager steps create the HCCL domains
-        and side streams. Call it before the first capture: with software queues, the number of free
-        streams stays low even after graphs were released.
+        and side streams. Call the method before the first capture: with software queues, the number
+        of free streams stays low even after graphs were released.
         """
         joined = self.joined
         # Free the temporary memory of eager steps. Below, ``eager_bytes`` is subtracted for this

@@ -1,9 +1,9 @@
 """Multi-token prediction: on the device, a module proposes drafts, and the next step verifies them.
 
 In a step, the target model runs each request's last token and its k drafts, and a token is sampled
-at each of these places. A draft is accepted if all earlier drafts are accepted, and if it equals
-the token that was sampled at the previous place. The token that is sampled at the place of the last
-accepted draft is an additional result. So
+at each of these places. A draft is accepted if all earlier drafts are accepted, and if the draft
+equals the token that was sampled at the previous place. The token that is sampled at the place of
+the last accepted draft is an additional result. So
 sampling never depends on the drafts: with any sampling parameters, a request gets the same tokens
 as without drafts. (For deterministic drafts, this is rejection sampling: the probability that a
 draft is accepted is the draft's probability under the target model. Instead of a rejected draft,

@@ -58,7 +58,7 @@ class SlowRow(Row):
 
     def can_continue(self, sampling: RowSampling, output: list[int]) -> bool:
         """Return whether the next request in the row may use the row's matcher and masks. The
-        request that had to wait is allowed to use them. Another request with the same grammar is
+        request that had to wait is allowed to do so. Another request with the same grammar is
         allowed only if the two requests share a lexer. After a failure, only the request whose
         output caused the failure is allowed, so that this request gets the reason of the failure.
         """

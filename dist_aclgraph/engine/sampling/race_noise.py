@@ -56,8 +56,8 @@ class RaceNoise:
 
     Each number is a hash of the place's key: first h = key * factor + summand, then h * (2h + 1),
     both modulo 2^32, because products and sums of int32 wrap. The second step is the permutation of
-    RC6 (Rivest, Robshaw, Sidney, Yin, 1998); without it, every number would be a linear function of
-    the key.
+    RC6 (Rivest, Robshaw, Sidney, Yin, 1998); without this step, every number would be a linear
+    function of the key.
     """
 
     def __init__(self, vocab_size: int, to_device: ToDevice) -> None:

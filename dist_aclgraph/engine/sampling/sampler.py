@@ -166,8 +166,8 @@ def queue_logprobs(
     Args:
         logits: [n, vocab].
         chosen: [n] int32, the chosen tokens.
-        landing: [>= n * LOGPROBS_WIDTH] float32, pinned memory that receives the values. Use it for
-            nothing else until the values are read.
+        landing: [>= n * LOGPROBS_WIDTH] float32, pinned memory that receives the values. Use this
+            memory for nothing else until the values are read.
     """
     chosen = chosen.index_select(0, asked.where)
     packed = report_of(logits.index_select(0, asked.where), chosen, int(asked.wanted.max()))

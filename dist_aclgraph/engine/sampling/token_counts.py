@@ -58,8 +58,8 @@ class TokenCounts:
         self._last: tuple[IntArray, Tensor] | None = None
 
     def forget(self) -> None:
-        """Drop the indices of the last call of ``add`` after an abort of the device, because they
-        may not have reached the device.
+        """Drop the indices of the last call of ``add`` after an abort of the device, because the
+        indices may not have reached the device.
         """
         self._last = None
 

@@ -57,7 +57,7 @@ REMAPPED = 26
 INT8_LATENTS = 7
 # Number of operators that compute the blocks that each query may see, for latents in int8 without
 # an indexer: indices, a product, a comparison, a constant and a choice. Only the first layer with
-# such latents runs them.
+# such latents runs these operators.
 SEEN_BLOCKS = 5
 EMBEDDING = 3  # three gathers: from the embedding, from the cos table, from the sin table
 LAST_NORM = 1
