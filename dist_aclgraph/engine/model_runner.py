@@ -424,9 +424,7 @@ class ModelRunner:
             self._copier.end_files(timeout_s)
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Send the guessed request lengths of the next step to the device. Stop when
-        ``is_wanted_elsewhere`` returns true, because the host then has other work.
-        """
+        """Send guessed request lengths of the next step until ``is_wanted_elsewhere`` is true."""
         with translated("sending lengths ahead"):
             self._replays.send_ahead(is_wanted_elsewhere)
 
@@ -545,7 +543,7 @@ class ModelRunner:
         self, inputs: HostStep, land: Callable[[], IntArray], answer: Callable[[], None]
     ) -> None:
         """If the masks of this step depend on tokens of the previous step, wait for the previous
-        step and report it. During this wait, the device can already run this step's decoder.
+        step and report its result. During this wait, the device can run this step's decoder.
         """
         if self._samples and self._flights and self._matchers.concern(inputs):
             land()

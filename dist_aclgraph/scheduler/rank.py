@@ -362,8 +362,7 @@ class RankScheduler:
     def release_non_finite(self, new: NewTokens) -> list[Request]:
         """Release and return the requests of the oldest step whose logits were NaN or infinite.
 
-        The KV of these requests might contain NaN, so their blocks are cleaned before other
-        requests get these blocks.
+        Their blocks might contain NaN, so workers clean the blocks before other requests use them.
         """
         flight = self._flights[0]
         samples = np.flatnonzero(flight.step.records[:, 3] > 0)
@@ -378,9 +377,7 @@ class RankScheduler:
         return found
 
     def release_failed(self, new: NewTokens) -> list[tuple[Request, str]]:
-        """Release the requests that failed in the oldest step; return the requests with the
-        reasons.
-        """
+        """Release and return the requests that failed in the oldest step, with the reasons."""
         if not new.failed:
             return []
         flight = self._flights[0]

@@ -420,8 +420,7 @@ class Scheduler:
                 order = (-len(shared), is_other, busy, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (_, is_other, *_, index), shared in sorted(offers):
-            # There is no second look-up for another rank, because that rank could also be full when
-            # the look-up ends.
+            # A second look-up would not help: the other rank could also be full when it ends.
             if not is_other:
                 request.dp_rank = index
                 if self.ranks[index].prefixes.fetch(request, shared):

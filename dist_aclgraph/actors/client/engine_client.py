@@ -104,14 +104,13 @@ class EngineClient:
         self._node_id = node_id
         self._link_s = link_s
         self._groups_version = 0
-        # If the router finds several groups equally good, each replica of the ingress begins with a
-        # random group.
+        # Among groups that the router finds equally good, each client begins with a random one.
         router = RequestRouter(first=secrets.randbelow(len(addresses)))
         self._table = RequestTable(router, recovery, lambda *command: self._commands.put(command))
         for index, address in enumerate(addresses):
             self._add(str(index), address, CACHE_BLOCKS, TOKENS_PER_BLOCK)
-        # The number of groups that run requests. Only the I/O thread changes this value, so a
-        # reader needs no lock.
+        # Number of groups that run requests. Only the I/O thread changes it, so readers need no
+        # lock.
         self.num_groups = len(addresses)
         self._beat_s = beat_s(link_s)
         self._closing = threading.Event()
@@ -147,8 +146,7 @@ class EngineClient:
             on_delta: a function that the I/O thread calls with each delta, in order.
             seed: the seed for sampling if ``params`` has no seed.
             cache_salt: only requests with the same salt share cached blocks.
-            output: tokens that the request already has, int32; the engine continues after these
-                tokens.
+            output: int32, the request's existing tokens; the engine continues after these tokens.
             role: see ``TransferRole``.
             peer: see ``OpenRequest``.
             wakes: whether to wake the I/O thread; if False, the caller must call ``wake`` later.
@@ -415,8 +413,7 @@ class EngineClient:
     def _follow(self, token: str, node_id: str) -> None:
         """If the token is new, switch to the deployment of this token.
 
-        Each deployment numbers its group lists separately, so the version of the last list is
-        forgotten.
+        List versions of two deployments are unrelated, so the last version is forgotten.
         """
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")

@@ -280,9 +280,8 @@ class LLM:
             text_1: one query for all documents, or a list with one query for each document.
             text_2: one or more documents.
             instruction: text that says which documents are relevant; the default is for web search.
-            truncate_prompt_tokens: maximum number of tokens of a prompt; -1 means the maximum
-                number that the context allows. If a prompt is longer, the end of its document is
-                cut off.
+            truncate_prompt_tokens: maximum number of tokens of a prompt; -1 means the context's
+                limit. If a prompt is longer, the end of its document is cut off.
             pooling_params: must be None.
 
         Raises:

@@ -191,8 +191,7 @@ class Worker:
                 self._neighbours[pid] = os.pidfd_open(pid)
 
     def open_meeting(self) -> str:
-        """Listen for the other ranks, in a group on several nodes. Return the address to which the
-        other ranks connect.
+        """Listen for the other ranks of a group on several nodes. Return the listener's address.
 
         Raises:
             PlacementError: no port is free.
@@ -342,8 +341,7 @@ class Worker:
         """Check that a step is for this worker's graph plan and data-parallel rank.
 
         Raises:
-            RankDisagreementError: the step's plan or data-parallel rank differs from the worker's;
-                the message names both values.
+            RankDisagreementError: the step is for another plan or another data-parallel rank.
         """
         dp_rank = self._running.joined.groups.dp_rank
         if step.dp_rank != dp_rank:
@@ -376,9 +374,8 @@ class Worker:
         rank.runner.launch(step, rank.joined.group_rank, report)
 
     def open_node_files(self, settings: NodeFilesSettings) -> NodeServer | None:
-        """Begin to look up, fetch and serve the files of KV blocks on this node. The end of the
-        next step loop ends this work. Return the server for other groups. Raises the same errors as
-        ``NodeFiles``.
+        """Look up, fetch and serve the files of KV blocks on this node until the next step loop
+        ends. Return the server for other groups. Raises the same errors as ``NodeFiles``.
         """
         self._node_files = NodeFiles(self._config, settings)
         if self._copies is None and self._config.kv.host_gib:

@@ -121,8 +121,8 @@ class Drafter:
             logits: maps the module's results, [num_reqs, hidden], to logits, [num_reqs, vocab].
             positions, slots: [n] int32, positions and slots of the step's tokens.
             next_tokens: [n] int32, for each of the step's tokens, the token after it. For a place,
-                this is the token that was sampled there. None if the step runs only places, in
-                their order.
+                this token is the token that was sampled at the place. None if the step runs only
+                places, in their order.
             hidden: [n, hidden], hidden states of the target model.
             sampled: [num_reqs, k + 1] int32, tokens sampled at the places.
             accepted: [num_reqs] int32, the result of ``count``.
