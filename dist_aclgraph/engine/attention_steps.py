@@ -91,7 +91,7 @@ class AttentionSteps:
             written: [num_tokens] int32, the slots to which KV is written; None means the slots of
                 ``inputs``.
             kv_len: the number of keys that each request reads in a graph whose lengths are never
-                updated, which is a multiple of the block size. 0 for other graphs.
+                updated. The number is a multiple of the block size. It is 0 for other graphs.
         """
         if kv_len:
             return self._of_padded(graph, inputs, kv_len)

@@ -164,7 +164,7 @@ class StepsInFlight:
 
         Args:
             report: called with each result.
-            stage: the name of the stage of the next step on which the host is working now.
+            stage: the host now works on the next step; this is the name of its present stage.
             is_queued: whether enough work of the next step is queued to keep the device busy while
                 the host queues the remaining work.
         """

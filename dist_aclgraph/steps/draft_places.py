@@ -35,7 +35,7 @@ class DraftPlaces:
     behind: IntArray
 
     def moved(self, is_moved: npt.NDArray[np.bool_]) -> DraftPlaces:
-        """Return a copy in which ``behind`` is the request's row for each request of which
+        """Return a copy in which ``behind`` is the request's row for each request for which
         ``is_moved``, [S], is true.
         """
         return replace(self, behind=np.where(is_moved, self.rows, -1).astype(np.int32))
