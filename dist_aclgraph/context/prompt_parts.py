@@ -3,11 +3,11 @@ chunk.
 
 The keys come from the caches of all shards. The KV tokens of a request are cut into chunks, which
 are the same on every rank, because all ranks read a chunk together. The queries of a rank are cut
-at the same positions. In the chunk that contains a query's position, the query attends causally; in
-each earlier chunk, it attends to all keys. So there are two kinds of launches of the attention
-operator. A launch of the first kind is causal. In a launch of the second kind, each query attends
-to all keys of the launch. If a query attends to several chunks, its results from these chunks are
-merged. Several short requests share a chunk if their KV tokens fit in it.
+at the boundaries of the chunks. In the chunk that contains a query's position, the query attends
+causally; in each earlier chunk, the query attends to all keys. So there are two kinds of launches
+of the attention operator. A launch of the first kind is causal. In a launch of the second kind,
+each query attends to all keys of the launch. If a query attends to several chunks, its results from
+these chunks are merged. Several short requests share a chunk if their KV tokens fit in it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.context.prompt_split import Piece, PromptSplit
 from dist_aclgraph.context.shards import Shards
 
-# Maximum number of KV tokens of a chunk. It limits the memory of the gathered keys and values.
+# Maximum number of KV tokens of a chunk. This maximum limits the memory of the gathered keys and
+# values.
 MAX_CHUNK_TOKENS = 8192
 
 

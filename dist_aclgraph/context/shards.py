@@ -64,7 +64,7 @@ class Shards:
         return found
 
     def lengths(self, lens: IntArray, shard: int) -> IntArray:
-        """Return how many of a request's first ``lens`` tokens one shard keeps."""
+        """Return the number of tokens that one shard keeps, for requests with ``lens`` tokens."""
         if self.count == 1:
             return lens
         turns = lens // (self.interleave * self.count)

@@ -63,8 +63,8 @@ class AttentionSteps:
         self._max_queries, self._max_tokens = max_queries, max_tokens
         self._kind, self._place, self._npu = kind, place, npu
         # This rank's indices in context parallelism, for requests that attend directly. Such
-        # requests read the KV cache. But if an indexer chooses keys, they read the cache of index
-        # keys, which is not divided: every rank has all index keys.
+        # requests read the KV cache. But if an indexer chooses keys, these requests read the cache
+        # of index keys, which is not divided: every rank has all index keys.
         self._rows_place = place.whole if kind.chooses_keys else place
         self._remaps_choices = kind.chooses_keys and place.is_sharded
         self._causal_mask = make_causal_mask(npu.device)
@@ -90,8 +90,8 @@ class AttentionSteps:
                 token longer.
             written: [num_tokens] int32, the slots to which KV is written; None means the slots of
                 ``inputs``.
-            kv_len: for a graph whose lengths are never updated, the number of keys that each
-                request reads, a multiple of the block size; 0 for other graphs.
+            kv_len: the number of keys that each request reads in a graph whose lengths are never
+                updated. The number is a multiple of the block size. It is 0 for other graphs.
         """
         if kv_len:
             return self._of_padded(graph, inputs, kv_len)

@@ -59,13 +59,13 @@ class CacheCopier:
 
     @property
     def num_read(self) -> dict[str, int]:
-        """Number of KV blocks that were read from each tier, by the tier's name; recurrent states
-        are not counted.
+        """For each tier's name, the number of KV blocks that were read from this tier; recurrent
+        states are not counted.
         """
         return self._blocks.num_read
 
     def begin(self, jobs: Sequence[CopyJob]) -> None:
-        """Begin copy jobs. Later calls of ``advance`` run them."""
+        """Begin copy jobs. Later calls of ``advance`` run the jobs."""
         for job in jobs:
             block_ids, checkpoints = unpack_ints(job.block_ids), unpack_ints(job.checkpoints)
             parts = {BLOCKS} if job.hashes else set[int]()

@@ -37,7 +37,8 @@ class GraphWork:
         drafts: verifies and proposes drafts; None if the deployment uses no drafts.
         caches: the decoder's caches, one for each layer; the elements of the list may be replaced
             later.
-        tally: [2] int64, counters of the tokens at the decoder's experts.
+        tally: [2] int64, the number of tokens that the decoder's experts have computed, and the
+            number of tokens beyond the capacity of an exchange.
         choose_exchange: returns the kind of exchange that sends a graph's tokens to their experts.
         states: makes the metadata of recurrent states; None if the model has no such state.
         follows: whether the host may queue a step before it has read the previous step's tokens.
@@ -59,7 +60,7 @@ class GraphWork:
 
     @property
     def tokens(self) -> TokenTable:
-        """The table that replaces references by tokens."""
+        """The table with the tokens to which references refer."""
         tokens = self.buffers.tokens if self.drafts is None else self.drafts.tokens
         assert tokens is not None
         return tokens

@@ -3,10 +3,10 @@
 If two successive decode steps have the same requests, the inputs of the second step are computed
 from the inputs of the first step (``_go_on``). Arrays that do not change are not copied.
 
-The batch is in host memory only. It does not contain the tokens that a step in flight samples. In
-place of these tokens, the next step contains references to them, which the device replaces by the
-tokens. Every rank of a tensor parallel group has the same rows, because every rank receives the
-same plan.
+The batch is in host memory only. The batch does not contain the tokens that a step in flight
+samples. Instead, the next step contains references to these tokens, and the device replaces each
+reference by its token. Every rank of a tensor parallel group has the same rows, because every rank
+receives the same plan.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ONE_FURTHER = np.array([0, 1, 0, 0], np.int32)
 
 
 class ComingTokens(NamedTuple):
-    """Tokens that a step in flight samples: for each token, its row and the reference to it, [n]
-    each.
+    """Tokens that a step in flight samples: for each token, its row and the reference to the token,
+    [n] each.
     """
 
     rows: IntArray
@@ -247,8 +247,8 @@ class InputBatch:
     def coming_tokens(
         self, step: HostStep, is_wanted: npt.NDArray[np.bool_]
     ) -> ComingTokens | None:
-        """Return the last tokens of the wanted rows, without tokens that the host already has; None
-        if the host has all of these tokens.
+        """Return the wanted rows' last tokens, but only the tokens that the host does not have yet;
+        None if there are no such tokens.
 
         Args:
             is_wanted: [max_rows], whether the caller wants the row's last token.

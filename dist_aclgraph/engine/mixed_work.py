@@ -58,8 +58,8 @@ class MixedWork:
     Owns nothing.
 
     Attributes:
-        graph_work: the work that graphs record. It uses the same model, buffers and counters as
-            this object.
+        graph_work: the work that graphs record. ``graph_work`` uses the same model, buffers and
+            counters as this object.
         context: the indices of this rank in context parallelism, and its groups.
         spare_row: row of padding requests.
     """
@@ -86,8 +86,8 @@ class MixedWork:
 
         Args:
             captured: the graph that the plan names; None if the step is eager.
-            answer: reports the earlier steps that have ended. It is called between segments, or
-                between the updates of a full graph.
+            answer: reports the earlier steps that have ended. The function is called between
+                segments, or between the updates of a full graph.
         """
         work, graph, span = self.graph_work, plan.graph, None
         static = None if graph is None else work.buffers.inputs(graph)

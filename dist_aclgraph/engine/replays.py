@@ -1,4 +1,4 @@
-"""Queues the full graphs of a step, and sends the lengths of its attention operators before or
+"""Queues the full graphs of a step, and sends lengths to the captured attention operators before or
 after the replays.
 """
 

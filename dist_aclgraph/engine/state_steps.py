@@ -27,7 +27,7 @@ from dist_aclgraph.steps.host_step import HostStep
 
 
 class StateSteps:
-    """Makes the metadata of steps, and copies states. It owns nothing but constants.
+    """Makes the metadata of steps, and copies states. Owns only constants.
 
     Args:
         passed: [num_rows + 1] int32, for each row the number of drafts accepted in its last step;
@@ -57,10 +57,11 @@ class StateSteps:
         """Return the metadata of any mixture of live requests.
 
         A request is called direct if it updates its state token by token. With drafts, a request is
-        direct if it verifies drafts. Without drafts, it is direct if it runs one token. A request
-        that comes from another group first runs the output tokens that it already has, without
-        sampling. In these steps, the request is also direct, so that its state is rounded in the
-        same way as in the other group. The requests that decode are the first requests of a batch.
+        direct if it verifies drafts. Without drafts, a request is direct if it runs one token. A
+        request that comes from another group first runs the output tokens that it already has,
+        without sampling. In these steps, the request is also direct, so that its state is rounded
+        in the same way as in the other group. The requests that decode are the first requests of a
+        batch.
         """
         lens = np.diff(inputs.query_ends, prepend=np.int32(0))
         logits = np.zeros(len(lens), np.int32)

@@ -153,7 +153,7 @@ class StepOutput:
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
         # ``_coming_rows``: the rows that have bad words, and whose latest tokens are not on the
-        # host, because a step in flight samples them. ``_coming``: these tokens.
+        # host, because a step in flight samples these tokens. ``_coming``: these tokens.
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()
@@ -265,8 +265,8 @@ class StepOutput:
         return SpecialPlaces(known, logits, chosen)
 
     def forget(self) -> None:
-        """Drop all values that were sent to the device, because they may not have reached it before
-        the device was aborted.
+        """Drop all values that were sent to the device, because the values may not have reached the
+        device before its abort.
         """
         self._known.forget()
         self._counts.forget()
@@ -325,8 +325,8 @@ class StepOutput:
         """Wait for a step and return its results.
 
         Args:
-            while_waiting: function that does other work of the host; it is called before the wait.
-                Its argument is a function that returns whether the results have arrived.
+            while_waiting: function that does other work of the host. The function is called before
+                the wait. Its argument is a function that returns whether the results have arrived.
         """
         landing, num_samples = coming.landing, coming.num_samples
         while_waiting(landing.ready.query)

@@ -17,8 +17,9 @@ Forward = Callable[[TaskRecorder | None], None]
 class CapturedGraph:
     """Owns an NPU graph, its task handles and its events.
 
-    The inputs of a replay must have as many rows and tokens as the inputs of the capture. They must
-    be in the buffers whose addresses the graph contains. All other inputs are refused.
+    The inputs of a replay must have as many rows and tokens as the inputs of the capture. The
+    inputs of a replay must be in the buffers whose addresses the graph contains. All other inputs
+    are refused.
 
     Attributes:
         graph: torch_npu's graph.
@@ -57,9 +58,9 @@ class CapturedGraph:
 
         Args:
             addresses: addresses of the buffers that contain the step's inputs.
-            lens: the step's lengths, padding included. If lengths were sent ahead, ``after_replay``
-                must get the same lengths as this method. If no lengths were sent ahead,
-                ``after_replay`` can get other lengths.
+            lens: the step's lengths, padding included. If lengths were sent ahead, the later call
+                of ``after_replay`` must have these lengths. Otherwise, the call can have other
+                lengths.
 
         Raises:
             ReplayMismatchError: the inputs do not fit the capture; nothing was queued.

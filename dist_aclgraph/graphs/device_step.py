@@ -59,7 +59,7 @@ class DeviceStep:
 
     Attributes:
         token_ids, positions, slots: [num_tokens], padding included.
-        block_table: [num_reqs, num_blocks]; it has rows of padding requests only in graphs.
+        block_table: [num_reqs, num_blocks]; the table has rows of padding requests only in graphs.
         places: indices of the tokens whose logits are needed. In graphs, the shape is [num_reqs],
             padding included; but if every request verifies drafts, all tokens are places. Outside
             of graphs, only live requests have places, and the shape is [num_samples * (k + 1)].

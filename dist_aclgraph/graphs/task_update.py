@@ -1,4 +1,5 @@
-"""Attention operators inside a captured graph. For each replay, their lengths are patched.
+"""Attention operators inside a captured graph. For each replay, the lengths of these operators are
+patched.
 
 A capture records each attention operator as a task group. Before the operator, the capture inserts
 a wait for an external event and the reset of this event. A patch issues the operator again into the
@@ -6,8 +7,8 @@ task group, with a step's lengths, on the update stream. Then the event is recor
 graph continues. Lengths are sent either
 
 - *after* the replay is queued: patch and record layer by layer, while the device runs; or
-- *ahead* of the replay: while the host waits for the device, it sends guessed lengths for the next
-  step. A task is *open* if it is patched and its event is recorded before its replay is
+- *ahead* of the replay: while the host waits for the device, the host sends guessed lengths for the
+  next step. A task is *open* if it is patched and its event is recorded before its replay is
   queued. Open tasks are always the first tasks of the graph: if other work arrives, the host stops
   between two layers, and patches the remaining tasks after the replay is queued.
 
@@ -47,9 +48,9 @@ class UpdatableTask:
     """One captured attention operator.
 
     Attributes:
-        arguments: arguments of the operator. They include the lengths that were sent to the task
-            last. Device tensors among the arguments are weak references, so that the graph's pool
-            can reuse their memory inside the graph.
+        arguments: arguments of the operator. The arguments include the lengths that were sent to
+            the task last. Device tensors among the arguments are weak references, so that the
+            graph's pool can reuse their memory inside the graph.
         ahead: index of the iteration of drafting to which the operator belongs. The operator uses
             the KV lengths of this iteration.
     """
@@ -77,8 +78,9 @@ class UpdatableTask:
             self._update(stream)
         except RuntimeError:
             # After an error of the operator, the task update is still open and must be ended. After
-            # other errors, no update is open, so ``end_task_update`` raises a second error. It is
-            # ignored, because only the first error names the cause, e.g. a stopped device.
+            # other errors, no update is open, so ``end_task_update`` raises a second error. This
+            # second error is ignored, because only the first error names the cause, e.g. a stopped
+            # device.
             with suppress(RuntimeError):
                 npu.end_task_update(stream)
             raise
@@ -102,10 +104,10 @@ class UpdatableTask:
 
 
 class TaskRecorder:
-    """Collects the updatable tasks of one graph while it is captured.
+    """Collects the updatable tasks of one graph during its capture.
 
-    Owns the operators' workspace. All tasks of the graph share it, because they run one after
-    another.
+    Owns the operators' workspace. All tasks of the graph share the workspace, because tasks run one
+    after another.
     """
 
     def __init__(self, stream: Any, events: EventPool) -> None:

@@ -16,7 +16,9 @@ class Slot(NamedTuple):
 
 
 class Arena:
-    """Owns the bytes from ``start`` up to ``end`` of a memory. One thread at a time may call it."""
+    """Owns the bytes from ``start`` up to ``end`` of a memory. Calls from several threads must not
+    overlap.
+    """
 
     def __init__(self, start: int, end: int) -> None:
         self._start, self._end = start, end
@@ -39,5 +41,5 @@ class Arena:
         return None
 
     def give_back(self, slot: Slot) -> None:
-        """Free the slot for other owners. Nothing may access it after this call."""
+        """Free the slot for other owners. Nothing may access the slot after this call."""
         self._taken.remove(slot)

@@ -51,7 +51,7 @@ class BlockPool:
             blocks.
         checkpoints: the checkpoints of a model with recurrent state; None for other models. A
             checkpoint is freed when the last block before it is evicted from the prefix cache.
-        events: receives the events of the prefix cache; None if they are not published. The pool
+        events: receives the events of the prefix cache; None if events are not published. The pool
             reports evicted blocks; ``store_block``, which knows the tokens, reports stored blocks.
     """
 
@@ -209,7 +209,7 @@ class BlockPool:
 
     def condemn(self, block_ids: Iterable[int]) -> None:
         """Record that used blocks might contain NaN. From now on, ``match`` does not find these
-        blocks, and each of them is cleaned after it is freed.
+        blocks, and each block is cleaned after it is freed.
         """
         for block_id in block_ids:
             self._forget(block_id)
@@ -219,7 +219,8 @@ class BlockPool:
         """Return the blocks that workers must clean before the next step. Each block is returned
         only once.
 
-        The result includes the dummy block, to which tokens after the end of a request are written.
+        The result includes the dummy block, because the KV of tokens after a request's end is
+        written there.
         """
         if not self._dirty:
             return []

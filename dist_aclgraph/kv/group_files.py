@@ -1,4 +1,4 @@
-"""Finds out, for each node of a lockstep group, which files of KV blocks it has, and which files it
+"""Finds out which files of KV blocks each node of a lockstep group has, and which files each node
 reads from other nodes.
 
 Each worker writes its part of a KV block to a file on the worker's node. So if the workers of a
@@ -65,8 +65,8 @@ class GroupFiles:
     Attributes:
         places: for each worker of a data-parallel rank, the part of the cache that the worker
             keeps.
-        node_ids: Ray's id of each worker's node, by group rank. The group's engine is on the node
-            of the first worker.
+        node_ids: Ray's id of each worker's node; the index is the group rank. The group's engine is
+            on the first worker's node.
         only_workers: if true, workers fetch and send files on every node, because the transport
             needs a device. If false, the engine fetches and sends the files of its own node.
     """
@@ -88,7 +88,7 @@ class GroupFiles:
         kept.
 
         Args:
-            node_ids: Ray's id of each worker's node, by group rank.
+            node_ids: Ray's id of each worker's node; the index is the group rank.
             only_workers: see ``GroupFiles``.
         """
         layout, places = ParallelLayout.from_config(config.parallel), list[CachePlace]()
@@ -190,11 +190,11 @@ def routes(
     Args:
         source: the part of the cache that the first worker of the source group keeps.
         readers: the parts of the cache that the workers on the reading node keep.
-        here: index of the reading node among the source group's nodes; None if it is not one of
-            these nodes.
+        here: index of the reading node among the source group's nodes; None if the reading node is
+            not one of these nodes.
         turn: a number that chooses the node from which a file is read, if several nodes with the
             same load have the file. Readers with different numbers use different nodes.
-        load: returns the load of a node. If several nodes have a file, the file is read from one
+        load: returns the load of a node. If several nodes have a file, the file is read from a node
             with the lowest load.
     """
     blocks = [

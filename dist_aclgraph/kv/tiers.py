@@ -1,9 +1,9 @@
 """Stores KV outside the device, as files of blocks in a node's memory and on its disk.
 
 All groups of a node that serve the same model use the same files, even if the groups divide the
-heads among different numbers of ranks. A block is written to memory first. It is written to the
-disk later, when no other work waits. If a tier is full, its least recently used blocks are deleted.
-Files can be deleted at any time, because a block that is in no tier is computed again.
+heads among different numbers of ranks. A block is written to memory first. The block is written to
+the disk later, when no other work waits. If a tier is full, its least recently used blocks are
+deleted. Files can be deleted at any time, because a block that is in no tier is computed again.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class KVTiers:
     any thread may call ``has`` and ``num_bytes``.
 
     Args:
-        tiers: the files in each tier, by the tier's name; new blocks are written to the first tier.
+        tiers: maps the name of each tier to the tier's files; new blocks are written to the first
+            tier.
         others: for each tier's name, the files that other groups have written to this tier; these
             groups divide the heads in other ways.
     """
@@ -164,8 +165,8 @@ class KVTiers:
         """Return the tiers for KV blocks, as the configuration describes them.
 
         Args:
-            identity: see ``cache_identity``. If it is "", this method computes the identity from
-                the model's files.
+            identity: see ``cache_identity``. If ``identity`` is "", this method computes the
+                identity from the model's files.
 
         Raises:
             ConfigError: a folder cannot be made, or is too small.
@@ -236,7 +237,7 @@ class KVTiers:
 
     def write(self, block_hash: BlockHash, block: memoryview, depth: int = 0) -> bool:
         """Write a block to the first tier; see ``BlockFiles.write``. A later call of ``write_late``
-        writes it to the second tier.
+        writes the block to the second tier.
         """
         if not self._first.write(block_hash, [block], depth):
             return False
@@ -318,8 +319,8 @@ def disk_root(config: Config) -> Path:
 class HostCopies:
     """Registers a group as a user of the copies of the model's KV in the node's memory.
 
-    When a group ends and no other group uses the copies, the group deletes them. If a group is
-    killed, the copies stay.
+    When a group ends and no other group uses the copies, the group deletes the copies. If a group
+    is killed, the copies stay.
     """
 
     def __init__(self, config: Config) -> None:
@@ -342,7 +343,7 @@ class HostCopies:
         return lock
 
     def leave(self) -> None:
-        """Delete the copies if no other group uses them."""
+        """Delete the copies if no other group uses these copies."""
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             BlockFiles(self._folder.parent, self._folder, max_bytes=0).delete_all()

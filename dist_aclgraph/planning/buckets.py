@@ -28,8 +28,8 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
         buckets: the sizes of the graphs, in tokens and in ascending order.
         refused: sizes that at least one rank could not capture. No rank tries to capture these
             sizes again.
-        max_buckets: maximum number of captured buckets. It is set when the capture of a further
-            bucket has failed on some rank; None before such a failure.
+        max_buckets: maximum number of captured buckets. This maximum is set when the capture of a
+            further bucket has failed on some rank; None before such a failure.
     """
 
     run_mode: RunMode

@@ -29,7 +29,7 @@ class GraphDispatcher:
     graphs.
 
     At first, the tables contain the graphs of the plan. While the group serves, ``add`` and
-    ``remove`` change them.
+    ``remove`` change the tables.
     """
 
     def __init__(self, plan: GraphPlan, lazy: LazyGraphs | None = None) -> None:
@@ -50,7 +50,7 @@ class GraphDispatcher:
     def dispatch(
         self, num_tokens: int, num_reqs: int, query_len: int, fits: Fits = always
     ) -> Dispatch:
-        """Return the graph that a batch replays, or None and the reason why it runs eagerly.
+        """Return the graph that a batch replays, or None and the reason why the batch runs eagerly.
 
         Args:
             num_tokens: number of tokens of the batch, at least one.
@@ -76,7 +76,7 @@ class GraphDispatcher:
         return graph, reason
 
     def add(self, graph: BatchDescriptor) -> None:
-        """Add a graph. Every rank must have captured it before this call."""
+        """Add a graph. Every rank must have captured the graph before this call."""
         self.graphs.add(graph)
         self._make_tables()
 

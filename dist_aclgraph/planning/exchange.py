@@ -2,8 +2,8 @@
 the exchange's capacity.
 
 All inputs of the rule are the same on all ranks. So all ranks make the same choice without
-communication. All ranks of a tensor parallel group have the same tokens, and each of them sends
-only its slice of these tokens.
+communication. All ranks of a tensor parallel group have the same tokens, and each rank sends only
+its slice of these tokens.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ExchangeRule:
         """Return the rule of a deployment.
 
         Args:
-            chip: the chip that all ranks have. The rule depends on its generation and its CANN
+            chip: the chip that all ranks have. The rule depends on the chip's generation and CANN
                 release.
 
         Raises:

@@ -57,7 +57,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     offered_streams: int
     offered_bytes: int
     entries: list[LedgerEntry]
-    terms: dict[str, int] = {}  # the price of one bucket and the fixed price, by cause
+    terms: dict[str, int] = {}  # the parts of the price of one bucket, and of the fixed price
     counts_streams: bool = True  # whether captures change the reported number of free streams
 
     @classmethod

@@ -5,8 +5,8 @@ A block may be written to a file when it is in the prefix cache, because cached 
 change. A block that was read from a file enters the prefix cache when all workers have read it. So
 the only effect of a failed copy job is a shorter cached prefix: more tokens are computed.
 
-While a copy job runs, it holds references to its blocks, so that the pool does not allocate them. A
-request whose blocks are being read has no row and waits. The other requests run.
+A running copy job holds references to its blocks, so that the pool does not allocate these blocks.
+A request whose blocks are being read has no row and waits. The other requests run.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class BlockCopies:
 
     Args:
         look_ups: looks up the files of blocks and checkpoints on the engine's node.
-        ranks: those workers of the lockstep group that keep parts of this rank's blocks.
+        ranks: the workers of the lockstep group that keep parts of this rank's blocks.
         elsewhere: looks up files on other nodes; None if all workers are on the engine's node.
     """
 
@@ -85,7 +85,7 @@ class BlockCopies:
         self._pool = pool
         self._look_ups = look_ups
         # ``_existing`` is the look-up that runs for the files of waiting blocks and checkpoints, or
-        # None. ``_num_asked`` is the number of blocks in it.
+        # None. ``_num_asked`` is the number of blocks in this look-up.
         self._existing: Answer[Existing] | None = None
         self._num_asked = 0
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
@@ -99,8 +99,9 @@ class BlockCopies:
         self._pending: deque[tuple[int, BlockHash, int]] = deque()
         self._num_turns = 0  # number of decisions since the last batch began
         self._new: list[CopyJob] = []
-        # Blocks and states that a rank could not read, the oldest first. When they have been
-        # computed again, they are written again, even if some ranks still have their files.
+        # Blocks and states that a rank could not read, the oldest first. When such blocks and
+        # states have been computed again, they are written again, even if some ranks still have
+        # their files.
         self._missed: dict[BlockHash, None] = {}
         self._missed_states: dict[BlockHash, None] = {}
         self._upkeep = FileUpkeep()
@@ -189,10 +190,10 @@ class BlockCopies:
                 del self._unsaved[block_hash]
 
     def _save(self) -> None:
-        """Begin to write those waiting blocks that are still in the prefix cache and have no file.
+        """Begin to write the waiting blocks that are still in the prefix cache and have no file.
 
-        The files are looked up first. If the answer comes later, a later call begins to write.
-        While copy jobs may hold no additional blocks, only checkpoints are written.
+        The files are looked up first. If the answer does not come at once, a later call begins to
+        write. While copy jobs may hold no additional blocks, only checkpoints are written.
         """
         if self._existing is None:
             first = islice(self._pending, max(0, self._num_free))
@@ -208,8 +209,8 @@ class BlockCopies:
         block_ids: list[int] = []
         hashes: list[BlockHash] = []
         depths: list[int] = []
-        # During the look-up, some of its blocks may have left ``_pending``. Then this loop also
-        # takes blocks that were not looked up. Workers skip blocks that have files.
+        # During the look-up, some of the looked-up blocks may have left ``_pending``. Then this
+        # loop also takes blocks that were not looked up. Workers skip blocks that have files.
         for _ in range(min(self._num_asked, self._num_free, len(self._pending))):
             block_id, block_hash, depth = self._pending.popleft()
             has_file = block_hash in existing.blocks and block_hash not in self._missed
@@ -226,7 +227,7 @@ class BlockCopies:
             self._begin("save", hashes, depths, block_ids, block_ids, states=states)
 
     def _hold_states(self, existing: Collection[BlockHash]) -> list[tuple[BlockHash, int]]:
-        """Hold and return those waiting checkpoints that are still stored and have no file."""
+        """Hold and return the waiting checkpoints that are still stored and have no file."""
         checkpoints = self._pool.checkpoints
         states = []
         while self._pending_states:
@@ -250,7 +251,7 @@ class BlockCopies:
         source: Source | None = None,
     ) -> Answer[int]:
         """Begin to look up how many leading blocks a request need not compute. These are the
-        ``first`` cached blocks, and the blocks after them that have files. If the model has
+        ``first`` cached blocks, and the following blocks that have files. If the model has
         recurrent state, the last of these blocks must also have a checkpoint with a file. If files
         are found while too many blocks are being read, the answer stays None until enough jobs have
         ended. If this takes longer than ``WAIT_S``, the answer is the number ``first``.
@@ -292,8 +293,8 @@ class BlockCopies:
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
         """Mark the files of these blocks for deletion, because the blocks might contain NaN. Until
-        the files are deleted, no request begins to read them, and blocks that are being read do not
-        enter the prefix cache.
+        the files are deleted, no request begins to read these files, and blocks that are being read
+        do not enter the prefix cache.
         """
         self._upkeep.condemn(hashes)
 
@@ -398,12 +399,12 @@ class BlockCopies:
         return self._num_jobs - 1
 
     def end(self, number: int, rank: int, num_whole: int) -> Request | None:
-        """Record that a worker has ended a copy job. If all workers have ended it, return the
+        """Record that a worker has ended a copy job. If all workers have ended the job, return the
         request that waited for this job, otherwise None.
 
         Args:
             num_whole: number of blocks that the worker has written, or number of leading blocks
-                that it has read or found.
+                that the worker has read or found.
         """
         if self.elsewhere.end(number, rank, num_whole):
             self._note_end()
@@ -443,8 +444,8 @@ class BlockCopies:
         self._is_late = False
 
     def _leave_condemned(self, copy: RunningCopy, count: int) -> int:
-        """A job has read ``count`` leading blocks. Return how many of them are before the first
-        condemned block, and so may be used. The other blocks will be cleaned.
+        """A job has read ``count`` leading blocks. Return how many of these blocks are before the
+        first condemned block, and so may be used. The other blocks will be cleaned.
         """
         names = copy.hashes[:count]
         usable = next((n for n, h in enumerate(names) if self._upkeep.is_condemned(h)), count)
@@ -453,7 +454,7 @@ class BlockCopies:
 
     def _end_states(self, copy: RunningCopy, *, is_whole: bool) -> None:
         """Release the checkpoints that the job has written to files. Store the checkpoints that the
-        job has read, or drop them if a block is missing.
+        job has read, or drop these checkpoints if a block is missing.
 
         Args:
             is_whole: whether all workers have copied all blocks.
@@ -469,8 +470,8 @@ class BlockCopies:
                 checkpoints.drop(block_hash)
 
     def forget(self) -> list[Request]:
-        """End all copy jobs, because workers have dropped them. Return the requests that waited for
-        them.
+        """End all copy jobs, because workers have dropped the jobs. Return the requests that waited
+        for jobs.
 
         Call this method before the pool is cleared.
         """

@@ -46,7 +46,7 @@ class FileUpkeep:
 
     def take_condemned(self, busy: Collection[BlockHash]) -> list[BlockHash]:
         """Return the blocks whose files must be deleted now. The caller calls ``end_deletion`` when
-        they are deleted.
+        the files are deleted.
 
         Args:
             busy: blocks that are being copied now. Their files are deleted later.

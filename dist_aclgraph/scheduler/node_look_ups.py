@@ -23,7 +23,7 @@ class _LookUp:
 
     Attributes:
         waits_for: the workers that have not answered yet.
-        num_found: the smallest of the numbers of leading blocks that workers have found until now.
+        num_found: the smallest number of leading blocks that a worker has found until now.
         source: the group from which missing blocks are fetched; None if nothing is fetched.
     """
 
@@ -61,10 +61,10 @@ class NodeLookUps:
         return len(self._running)
 
     def must_ask(self, source: Source | None) -> bool:
-        """Return whether the other nodes must look up files. They must look up files if they may
-        have to fetch blocks, or if the engine's node has no files of this rank. In all other cases,
-        no look-up is needed, because the other nodes usually have files of the same blocks as the
-        engine's node.
+        """Return whether the other nodes must look up files. The other nodes must look up files if
+        they may have to fetch blocks, or if the engine's node has no files of this rank. In all
+        other cases, no look-up is needed, because the other nodes usually have files of the same
+        blocks as the engine's node.
         """
         return bool(self._finders) and not (source is None and self.is_beside_engine)
 

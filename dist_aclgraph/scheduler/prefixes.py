@@ -49,15 +49,16 @@ class Prefixes:
         return self._pool.prefix_cache and not (request.is_suspect or needs_logits)
 
     def fetch(self, request: Request, shared: Sequence[int]) -> bool:
-        """Look up the files of the blocks after ``shared``, and begin to read them; return whether
-        the request must wait for the look-up or for the copy job.
+        """Look up the files of the blocks after ``shared``, and begin to read these files. Return
+        whether the request must wait for the look-up or for the copy job.
 
         No copy job begins if no file is found, or if too few blocks are free to start the request.
         While a request waits, its files are looked up only once.
         """
         copies, pool = self._copies, self._pool
         # While there are dirty blocks, no copy job begins. Otherwise, the job could read data into
-        # a dirty block, and the next step would overwrite the data when it cleans the block.
+        # a dirty block, and the next step would overwrite the data, because this step cleans the
+        # block.
         if copies is None or request.has_looked or pool.has_dirty or not self._may_share(request):
             return False
         missing = -(-len(request.tokens) // pool.block_size) - len(shared)

@@ -54,8 +54,8 @@ class RankScheduler:
         rows: this rank's rows, which are empty at first.
         num_drafts: number of drafts that workers make for each sampled request.
         num_prompt_ranks: number of ranks that split prompts.
-        exact: whether output that is computed again runs in decode steps, one token in each step,
-            as when it was sampled.
+        exact: whether existing output is computed again as it was sampled: in decode steps, one
+            token in each step.
         copies: decides which blocks are copied to and from files; None if KV is not copied.
     """
 
@@ -221,8 +221,8 @@ class RankScheduler:
     def start(self, builder: StepBuilder, request: Request, shared: Sequence[int]) -> bool:
         """Start a waiting request with the cached blocks that ``match`` found.
 
-        The blocks for all known tokens are allocated now, so that no prompt lacks blocks when it is
-        half computed. Returns False if too few blocks are free.
+        The blocks for all known tokens are allocated now, so that no half-computed prompt lacks
+        blocks. Returns False if too few blocks are free.
         """
         size, num_tokens = self.pool.block_size, len(request.tokens)
         missing = -(-num_tokens // size) - len(shared)
@@ -257,9 +257,9 @@ class RankScheduler:
         return True
 
     def _take_row(self, request: Request) -> int:
-        """Take a free row and return it. A request that has waited for its grammar gets its
-        previous row if that row is free, because workers keep the request's matcher there, and no
-        other request may use this matcher.
+        """Take a free row and return it. Workers keep the matcher of a request that waits for its
+        grammar in the row that the request had. So such a request gets its previous row if that row
+        is free.
         """
         row, request.compiled_row = request.compiled_row, -1
         if row not in self._free_rows:
@@ -294,9 +294,9 @@ class RankScheduler:
         """Undo the steps in flight, because workers have lost the state of these steps.
 
         Requests keep their blocks. Later steps write the KV of the undone steps again before any
-        step reads it. With recurrent state, a step cannot run again, because it has overwritten the
-        state from which it started. So if the model has recurrent state, all requests wait again,
-        and will start from checkpoints. ``rewind`` returns these requests.
+        step reads it. With recurrent state, a step cannot run again, because the step has
+        overwritten the state from which it started. So if the model has recurrent state, all
+        requests wait again, and will start from checkpoints. ``rewind`` returns these requests.
         """
         while self._flights:
             flight = self._flights.pop()
@@ -318,8 +318,8 @@ class RankScheduler:
     def leave_out(self) -> RankStep:
         """Return the only step in flight, without its requests that were removed meanwhile.
 
-        When the step runs again, it must not write the blocks of removed requests, which may now be
-        in the prefix cache.
+        When the step runs again, the step must not write the blocks of removed requests, which may
+        now be in the prefix cache.
         """
         (flight,) = self._flights
         is_there = flight.places >= 0
@@ -331,7 +331,7 @@ class RankScheduler:
         return step
 
     def again(self, step: RankStep) -> RankBatch:
-        """Return the message with which workers run the only step in flight again.
+        """Return the message that makes the workers run the only step in flight again.
 
         Workers already have the step's rows. The message adds the tokens of the previous step.
         """
@@ -362,7 +362,7 @@ class RankScheduler:
     def release_non_finite(self, new: NewTokens) -> list[Request]:
         """Release and return the requests of the oldest step whose logits were NaN or infinite.
 
-        Their KV might contain NaN, so their blocks are cleaned before other requests get them.
+        Their blocks might contain NaN, so workers clean the blocks before other requests use them.
         """
         flight = self._flights[0]
         samples = np.flatnonzero(flight.step.records[:, 3] > 0)
@@ -377,7 +377,7 @@ class RankScheduler:
         return found
 
     def release_failed(self, new: NewTokens) -> list[tuple[Request, str]]:
-        """Release the requests that failed in the oldest step; return them with the reasons."""
+        """Release and return the requests that failed in the oldest step, with the reasons."""
         if not new.failed:
             return []
         flight = self._flights[0]
@@ -435,7 +435,7 @@ class RankScheduler:
             self._changes.renew(place)
 
     def free_held(self) -> int:
-        """Let requests that wait for their grammars run again; return how many there are.
+        """Let requests that wait for their grammars run again; return the number of these requests.
 
         Only the result of a step shows whether a grammar is compiled. With recurrent state, a
         request that samples a token too early loses its row. So such a request runs its known

@@ -1,4 +1,4 @@
-"""RowChanges: those changes of a rank's rows that were not yet sent to the workers."""
+"""RowChanges: the changes of a rank's rows that were not yet sent to the workers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RowChanges:
     def message(
         self, builder: StepBuilder, step: RankStep, cleaned: Sequence[int], kept: bytes
     ) -> RankBatch:
-        """Return the message for a decided step. It contains all changes until now.
+        """Return the message for a decided step. The message contains all changes until now.
 
         Args:
             cleaned, kept: as in ``RankBatch``.

@@ -1,8 +1,8 @@
 """The loop of one simulated lockstep group. The scheduler, the dispatcher and the code that decides
-about graph changes are parts of a real engine.
+about graph changes are the code of a real engine.
 
-Three things are simulated: each step takes an assumed time, captures always succeed, and the
-generated tokens are meaningless.
+Three things differ from a real engine: each step takes an assumed time, captures always succeed,
+and the generated tokens are meaningless.
 """
 
 from __future__ import annotations
@@ -278,14 +278,14 @@ class SimulatedGroup:
         output: Sequence[int] = (),
         source: SimulatedNode | None = None,
     ) -> bool:
-        """Submit a request. Return whether the scheduler accepted it.
+        """Submit a request. Return whether the scheduler accepted the request.
 
         Args:
             name: the request's id, which is a number as text.
             hands_over: whether the group computes only the prompt and the first token.
             output: the tokens that another group has already generated.
             source: the node of the group that has computed the prompt; None if this group computes
-                it.
+                the prompt.
         """
         prompt = arrival.token_ids(int(name))
         request = Request(

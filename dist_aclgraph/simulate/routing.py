@@ -194,7 +194,7 @@ class RoutedLoad:
 
 
 def make_router(groups: Sequence[SimulatedGroup]) -> RequestRouter:
-    """Return a router for these groups. The router's name of a group is its index as text."""
+    """Return a router for these groups. The router names each group by its index, as text."""
     router = RequestRouter()
     for index, group in enumerate(groups):
         pools = [rank.pool for rank in group.scheduler.ranks]

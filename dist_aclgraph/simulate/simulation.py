@@ -2,7 +2,7 @@
 computes the overall result.
 
 Groups with equal plans get equal shares of the load. So only one of these groups is simulated, and
-it represents the others.
+this group represents the others.
 """
 
 from __future__ import annotations

@@ -19,15 +19,15 @@ from dist_aclgraph.steps.padding import shard_lens
 
 @dataclass(frozen=True)
 class DirectRows:
-    """The rows of a rank that attend directly. Their tokens are the first tokens of the rank's
-    share of the step.
+    """The rows of a rank that attend directly. The tokens of these rows are the first tokens of the
+    rank's share of the step.
 
     Attributes:
         query_ends: [num_rows], cumulative query lengths.
-        kv_lens: [num_rows], for each row, the number of this shard's keys to which its last query
-            attends; at least one.
-        requests: [num_rows], for each row, the index of the request whose blocks it reads; None if
-            row i belongs to request i.
+        kv_lens: [num_rows], for each row, the number of this shard's keys to which the row's last
+            query attends; at least one.
+        requests: [num_rows], for each row, the index of the request whose blocks the row reads;
+            None if row i belongs to request i.
     """
 
     query_ends: list[int]

@@ -35,8 +35,8 @@ class DraftPlaces:
     behind: IntArray
 
     def moved(self, is_moved: npt.NDArray[np.bool_]) -> DraftPlaces:
-        """Return a copy with other values of ``behind``: if ``is_moved``, [S], is true for a
-        request, the new value is the request's row.
+        """Return a copy in which ``behind`` is the request's row for each request for which
+        ``is_moved``, [S], is true.
         """
         return replace(self, behind=np.where(is_moved, self.rows, -1).astype(np.int32))
 

@@ -25,9 +25,9 @@ class HostStep:
 
     Attributes:
         rows: [num_reqs], row of each request.
-        token_ids, positions, slots: [num_tokens]. If only the device knows a token, a reference to
-            it takes the place of its id (``references.py``). If the row has no block for a token,
-            the token's slot is in the dummy block.
+        token_ids, positions, slots: [num_tokens]. If only the device knows a token, ``token_ids``
+            contains a reference to the token (``references.py``) instead of an id. If the row has
+            no block for a token, the token's slot is in the dummy block.
         query_ends, kv_lens: [num_reqs], cumulative query lengths and KV lengths.
         block_table: [num_reqs, num_blocks], with enough columns for the longest request and its
             drafts.

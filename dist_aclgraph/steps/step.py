@@ -88,8 +88,8 @@ class RankBatch(msgspec.Struct, frozen=True):
     outputs. A token is sampled after each of the last ``num_logits`` tokens of a request:
     ``num_logits`` is 0 in the middle of a prompt, 1 at its end, and k + 1 if the device verifies
     the row's k drafts. ``appended`` and ``blocks`` update the rows before the step. The blocks of
-    ``cleaned`` are set to zero before the step, because they can contain NaN, and attention reads
-    whole blocks. A data-parallel rank without work gets an empty batch, and runs the step on
+    ``cleaned`` are set to zero before the step, because these blocks can contain NaN, and attention
+    reads whole blocks. A data-parallel rank without work gets an empty batch, and runs the step on
     padding only.
 
     If the model has recurrent state, each row has a state. Before the step, a checkpoint is copied
@@ -138,8 +138,8 @@ class RankPlan(msgspec.Struct, frozen=True, tag="step"):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """The decision about one step, for all ranks of a lockstep group. Workers get only parts of it
-    (``RankPlan``).
+    """The decision about one step, for all ranks of a lockstep group. Workers get only parts of
+    this decision (``RankPlan``).
 
     Every rank replays ``graph``, even a rank without work. If ``graph`` is None, the step runs
     eagerly. ``exchange`` is the exchange that sends tokens to their experts; None if no token needs
@@ -181,7 +181,7 @@ class RowLogprobs(msgspec.Struct, frozen=True):
     def ranked(self) -> dict[int, tuple[float, int]]:
         """Return the log-probability and the rank of each token; the keys are token ids. The chosen
         token comes first, then the most probable tokens. If the chosen token is one of these
-        tokens, it has only one entry.
+        tokens, the token has only one entry.
         """
         ranks = (self.rank, *range(1, len(self.logprobs)))
         found: dict[int, tuple[float, int]] = {}

@@ -1,12 +1,14 @@
-"""Trials: requests that lost their engine run in turns, until each of them has made progress.
+"""Trials: requests that lost their engine run again in one turn after another, until each of these
+requests has made progress.
 
 A request might be the cause of its engine's death. Such a request would end every engine that runs
 it. The client does not know which request of an engine was the cause, so the client tries the
-requests in turns. A request that lost two engines without progress runs alone. Several engines may
-have died together for another reason. So the request runs only on an engine that started after the
-loss of the request's first engine. If this engine dies while the request runs alone, the request is
-the cause. An engine might also be broken, so that every request on it fails. To find such an
-engine, the first turn on each engine runs a probe, which is a request that the client makes itself.
+requests in one turn after another. A request that lost two engines without progress runs alone. But
+its engines may have died together for another reason. So the lone request runs only on an engine
+that started after the loss of the request's first engine. If this engine also dies, the request is
+the cause. An engine might also be broken, so that every request on this engine fails. To find such
+an engine, the first turn on each engine runs a probe, which is a request that the client makes
+itself.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Trials:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether a request that might be the cause of a death waits for its turn."""
+        """Whether a suspect is waiting for its turn. A suspect is a request that might be the cause
+        of a death.
+        """
         return any(request.is_suspect for request, _ in self._waiting.values())
 
     @property

@@ -31,7 +31,7 @@ class Spares:
 
         Args:
             request: the resources that one group requests.
-            num_groups: number of groups that the deployment starts first.
+            num_groups: number of groups at the start of the deployment.
 
         Raises:
             PlacementError: the cluster has not enough NPUs.

@@ -190,8 +190,8 @@ class GroupWatch:
                 self._lose(group, f"rank {rank} in SERVING: {reason}", rank)
             else:
                 self._lose(group, f"the engine in SERVING: {reason}")
-                # The engine hangs, so it cannot tell its clients the reason. It is killed, so that
-                # it does not continue later.
+                # The engine hangs, so it cannot tell its clients the reason. The engine is killed,
+                # so that it cannot continue later.
                 ray.kill(group.engine)
 
     def _lose(self, group: LockstepGroup, reason: str, rank: WorldRank | None = None) -> None:

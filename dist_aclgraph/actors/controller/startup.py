@@ -1,4 +1,5 @@
-"""The phases from configuration to captured graphs, for all groups of a start in parallel.
+"""Runs the phases of a start, from the configuration to captured graphs. All groups of the start
+run the phases in parallel.
 
 Lockstep groups wait for each other only when they agree on a common plan. Each phase has a
 deadline. An error names the rank and the phase.
@@ -105,8 +106,7 @@ class Startup:
         lost ranks.
 
         Args:
-            left: the workers of the lost group. The workers whose ranks are not in ``lost`` have
-                left that group.
+            left: the workers of the lost group. All surviving workers have left that group.
 
         Raises:
             DistAclGraphError: the first error.
@@ -150,8 +150,8 @@ class Startup:
         self._enter(phase)
 
     def _go_on_to_capture(self) -> None:
-        """Enter CAPTURING, unless an earlier call has done so. The first scope that has a plan
-        calls this; other scopes may still negotiate.
+        """Enter CAPTURING; later calls have no effect. The first scope that has a plan makes the
+        first call, while other scopes may still negotiate.
         """
         with self._moving:
             if self._phase is State.NEGOTIATING:
@@ -191,7 +191,7 @@ class Startup:
                 raise found
 
     def _find_out(self) -> None:
-        """Start the engines, and ask the workers where they run."""
+        """Start the engines, and ask each worker for its node."""
         for group in self._groups:
             assert group.workers.bundles is not None
             group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
@@ -296,8 +296,8 @@ class Startup:
             for_each_rank(num_blocks, self._planner.max_model_len, largest),
         )
         # To prepare a graph, a rank runs an eager step, which creates the HCCL domains and the side
-        # streams. A rank's offer must include these streams, so all graphs are prepared before
-        # ranks make offers.
+        # streams. A rank must not offer these streams, so all graphs are prepared before ranks make
+        # offers.
         for graph in largest:
             answers = group.workers.carry_out("prepare", timeout_s, graph)
             for rank, answer in zip(group.workers.ranks, answers, strict=True):
@@ -419,6 +419,6 @@ def _wait_for_engine(engine: Any, timeout_s: float) -> None:
 
 def _places(workers: WorkerGroup, rendezvous: str) -> Callable[[int], tuple[Any, ...]]:
     """Return a function that maps a worker's index to the arguments of its ``Worker.join``: its
-    world rank, its index, and the meeting point.
+    world rank, its index, and the rendezvous.
     """
     return lambda index: (workers.ranks[index], index, rendezvous)

@@ -95,7 +95,7 @@ def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -
 def _end(group: LockstepGroup, ranks: Sequence[GroupRank]) -> bool:
     """Kill workers. Return whether the processes of all these workers have ended.
 
-    Ray counts an actor as dead as soon as it is asked to kill the actor, although the process may
+    Ray counts an actor as dead as soon as Ray is asked to kill the actor, although the process may
     still run. Ray also notices the death of a node late. So Ray's answers do not show whether a
     process has ended. Instead, a survivor on the same node kills the process, and waits for the end
     of the process.

@@ -1,7 +1,7 @@
 """An ingress sends questions to the owner of its deployment, in MessagePack over a Unix socket.
 
-The supervisor of both processes holds the listening socket. If one of the processes dies, its
-successor uses the same socket. The ingress repeats a question if it got no answer.
+The supervisor of owner and ingress holds the listening socket. If the owner dies, the next owner
+uses the same socket. If the ingress gets no answer, it repeats the question.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """LateDecisions: computes how long the engine may wait before it decides the next step (ADR 36).
 
 While step n runs, the engine decides step n + 1, and the workers queue step n + 1 on the devices. A
-request that arrives after this decision starts in step n + 2. So the engine decides as late as
-possible without a pause of the devices. A worker queues the beginning of step n + 1, and then waits
-for the result of step n. If this wait (``StepResult.waited_us``) takes a time t, the decision could
-have come later by t.
+request that arrives after this decision starts in step n + 2. So the engine decides late, but early
+enough to keep the devices busy. A worker queues the beginning of step n + 1, and then waits for the
+result of step n. If this wait (``StepResult.waited_us``) takes a time t, the decision could have
+come later by t.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class LateDecisions:
         self._spare_s: dict[Kind, float] = {}
 
     def delay_s(self, running: StepPlan) -> float:
-        """Return how many seconds the next decision may wait, from the time when ``running`` is the
-        only step in flight.
+        """Return how many seconds the next decision may wait. The wait begins when ``running`` is
+        the only step in flight.
         """
         spare_s = self._spare_s.get(_kind(running), 0.0)
         return min(MAX_DELAY_S, max(0.0, spare_s - max(LEAST_SPARE_S, SPARE_PART * spare_s)))
 
     def note(self, ended: StepPlan, delayed_s: float, waited_s: float) -> None:
-        """Update the stored time for steps like ``ended``. To be called when ``ended`` has ended
-        and the next step is in flight.
+        """Update the stored time for steps of the same kind as ``ended``. To be called when
+        ``ended`` has ended and the next step is in flight.
 
         Args:
             delayed_s: how many seconds the decision of the next step waited.

@@ -164,7 +164,8 @@ class Lease:
 
     While the holder is stopped (SIGSTOP), the giver may replace the holder by another process. When
     the holder runs again, the first question that the holder reads may be old: the giver may have
-    sent it before the replacement. So only the second question after the stop renews the lease.
+    sent this question before the replacement. So only the second question after the stop renews the
+    lease.
 
     Attributes:
         is_given_back: see ``give_back``.
@@ -188,7 +189,7 @@ class Lease:
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:
-        """Record that a question has arrived. Renew the lease, unless the question may be old."""
+        """Record that a question has arrived. If the question cannot be old, renew the lease."""
         with self._lock:
             now_s = self._see()
             self._number = number
@@ -220,7 +221,7 @@ class Lease:
         now_s = self._clock()
         if now_s - self._seen_s > self._limit_s:
             # The giver may have sent the next question during the stop. So only the question after
-            # that one renews the lease.
+            # the next question renews the lease.
             self._counts_from = self._number + 2
         self._seen_s = now_s
         return now_s
@@ -259,8 +260,8 @@ def leave_with_raylet() -> None:
 def watch_processes(
     names: dict[int, str], on_death: Callable[[str], None], stop: threading.Event | None = None
 ) -> None:
-    """Watch processes on a thread. When the first of them ends, call ``on_death`` once with its
-    name.
+    """Watch processes on a thread. When the first process ends, call ``on_death`` once with the
+    name of this process.
 
     Args:
         names: maps process ids to names of processes.

@@ -6,8 +6,9 @@ the owner is alive: several containers can share one temporary folder, and each 
 own process ids.
 
 While a directory is created or removed, it has a hidden name. If a directory with a hidden name is
-not locked, either its process was killed, or its process has just begun to create it. ``sweep``
-removes the directory in both cases. In the second case, the process creates another directory.
+not locked, its process may have been killed, or may be creating the directory at this moment.
+``sweep`` removes the directory in both cases. A process whose new directory was removed creates
+another directory.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def held_if_free(path: Path) -> Iterator[bool]:
-    """Lock a directory within this context. Yield whether the directory could be locked. It cannot
-    be locked if it is another user's, or if a living process owns it.
+    """Lock a directory within this context. Yield whether the directory could be locked. The
+    directory cannot be locked if another user or a living process owns the directory.
     """
     flags = os.O_RDWR | os.O_CLOEXEC
     if path.name.startswith(UNFINISHED):

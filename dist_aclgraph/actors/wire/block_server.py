@@ -38,9 +38,8 @@ from dist_aclgraph.kv.group_files import GroupFiles, Holders
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 
 WINDOW = 4  # maximum number of unanswered requests of one fetch
-# Maximum number of frames that wait until one peer reads them. Further frames are dropped. A peer
-# with at most WINDOW unanswered requests loses no frame, because an answer has at most three
-# frames.
+# Maximum number of unread frames of one peer. Further frames are dropped. A peer with at most
+# WINDOW unanswered requests loses no frame, because an answer has at most three frames.
 MAX_QUEUED_FRAMES = 3 * WINDOW
 MAX_REQUEST_BYTES = 1024
 MAX_FILE_BYTES = MAX_MESSAGE_BYTES - 1024  # because encryption adds some bytes
@@ -102,7 +101,7 @@ def source_of(servers: Sequence[NodeServer], files: GroupFiles) -> BlockSource |
 
 class ReadFile(msgspec.Struct, frozen=True, array_like=True, tag="read"):
     """Asks for a file. The first frame of the answer is the request's number, and the second frame
-    is the file. The second frame is empty if there is no such file, or if it has more than
+    is the file. The second frame is empty if there is no such file, or if the file is larger than
     ``MAX_FILE_BYTES``. If the reader can read the file in the server's memory, the second frame is
     also empty, and a third frame contains a ``LentFile``.
 

@@ -422,8 +422,8 @@ class RunningRank:
     def resume(self, *, keeps_kv: bool = True) -> None:
         """Make the device usable again after an abort.
 
-        Graphs stay valid. With ``keeps_kv``, the KV cache also stays valid; otherwise it is set to
-        zero.
+        Graphs stay valid. With ``keeps_kv``, the KV cache also stays valid; otherwise the cache is
+        set to zero.
 
         Raises:
             DeviceError: the device does not recover, or memory that is still needed is faulty.
@@ -454,13 +454,13 @@ class RunningRank:
     def offer(self) -> StreamOffer:
         """Return this rank's offer of resources for graphs.
 
-        Call this method after the first eager steps, because they create the HCCL domains and side
-        streams. Call it before the first capture: with software queues, the number of free streams
-        stays low even after graphs were released.
+        Call this method after the first eager steps, because eager steps create the HCCL domains
+        and side streams. Call the method before the first capture: with software queues, the number
+        of free streams stays low even after graphs were released.
         """
         joined = self.joined
-        # Free the temporary memory of eager steps. ``eager_bytes`` is subtracted for this memory
-        # below, so the memory must not count twice.
+        # Free the temporary memory of eager steps. Below, ``eager_bytes`` is subtracted for this
+        # memory, so the memory must not be in use here.
         joined.npu.give_back()
         # Before graphs are captured, the caches of the trial steps are freed, and larger caches
         # replace them. The recurrent states keep their size, so their bytes count as free. The

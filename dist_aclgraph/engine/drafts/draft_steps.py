@@ -34,7 +34,8 @@ class DraftSteps:
         vocab_size: size of the decoder's vocabulary.
         attention: makes the attention metadata of the next-token module; the decoder uses the same
             object.
-        tally: [2] int64, counters of the tokens at the next-token module's experts.
+        tally: [2] int64, the number of tokens that the next-token module's experts have computed,
+            and the number of tokens beyond the capacity of an exchange.
         choose_exchange: returns the kind of exchange that sends the tokens of one iteration of
             drafting to their experts.
     """

@@ -1,20 +1,20 @@
 """Multi-token prediction: on the device, a module proposes drafts, and the next step verifies them.
 
 In a step, the target model runs each request's last token and its k drafts, and a token is sampled
-at each of these places. A draft is accepted if all earlier drafts are accepted, and if it equals
-the token that was sampled at the previous place. The token that is sampled at the place of the last
-accepted draft is an additional result. So
+at each of these places. A draft is accepted if all earlier drafts are accepted, and if the draft
+equals the token that was sampled at the previous place. The token that is sampled at the place of
+the last accepted draft is an additional result. So
 sampling never depends on the drafts: with any sampling parameters, a request gets the same tokens
 as without drafts. (For deterministic drafts, this is rejection sampling: the probability that a
-draft is accepted is the draft's probability under the target model. In place of a rejected draft,
+draft is accepted is the draft's probability under the target model. Instead of a rejected draft,
 the request gets the token that was sampled from the target model.)
 
-Then the next-token module runs on the same places, with the sampled tokens as inputs. It proposes k
-tokens, one after another. The first of them follows the token that was sampled at the last accepted
-place. Only the device knows the number of accepted drafts, and no work of the host may depend on
-this number. So every request keeps k + 1 places in each run of the module. Only the last accepted
-place and the later places write to the cache. The causal mask hides the places after the last
-accepted place, and no place reads memory that was never written.
+Then the next-token module runs on the same places, with the sampled tokens as inputs. The module
+proposes k tokens, one after another. The first proposed token follows the token that was sampled at
+the last accepted place. Only the device knows the number of accepted drafts, and no work of the
+host may depend on this number. So every request keeps k + 1 places in each run of the module. Only
+the last accepted place and the later places write to the cache. The causal mask hides the places
+after the last accepted place, and no place reads memory that was never written.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class Drafter:
             logits: maps the module's results, [num_reqs, hidden], to logits, [num_reqs, vocab].
             positions, slots: [n] int32, positions and slots of the step's tokens.
             next_tokens: [n] int32, for each of the step's tokens, the token after it. For a place,
-                this is the token that was sampled there. None if the step runs only places, in
-                their order.
+                this token is the token that was sampled at the place. None if the step runs only
+                places, in their order.
             hidden: [n, hidden], hidden states of the target model.
             sampled: [num_reqs, k + 1] int32, tokens sampled at the places.
             accepted: [num_reqs] int32, the result of ``count``.

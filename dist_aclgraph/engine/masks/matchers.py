@@ -107,8 +107,8 @@ class Matchers:
         self._failed: dict[int, str] = {}
         self._unmasked: list[int] = []
         # Rows that a step has sampled without a mask. A row stays in this set until a request
-        # begins in it. The token that was sampled without a mask is discarded, but steps that are
-        # already in flight sample these rows again.
+        # begins in this row. The token that was sampled without a mask is discarded, but steps that
+        # are already in flight sample these rows again.
         self._late: set[int] = set()
         # The rows passed to the last call of ``concern``, and the result of that call.
         self._asked: IntArray | None = None
@@ -204,8 +204,8 @@ class Matchers:
                     raise NotReadyError
                 error = self._fill(row, firsts[sample], drafted, own, until_s)
                 if TOO_MANY_STATES in error and self._rows[row].is_shared:
-                    # The request will begin again in its row, and will get a matcher that it does
-                    # not share.
+                    # The request will begin again in its row, with a matcher that no other request
+                    # shares.
                     self._grammars.stop_sharing(self._rows[row].structure)
                     raise NotReadyError
             except NotReadyError:

@@ -51,13 +51,13 @@ def _finalise(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class RaceNoise:
-    """Owns a random factor and a random summand for each token, int32 [vocab] each. They do not
-    depend on seeds.
+    """Owns a random factor and a random summand for each token, int32 [vocab] each. Factors and
+    summands do not depend on seeds.
 
     Each number is a hash of the place's key: first h = key * factor + summand, then h * (2h + 1),
     both modulo 2^32, because products and sums of int32 wrap. The second step is the permutation of
-    RC6 (Rivest, Robshaw, Sidney, Yin, 1998); without it, every number would be a linear function of
-    the key.
+    RC6 (Rivest, Robshaw, Sidney, Yin, 1998); without this step, every number would be a linear
+    function of the key.
     """
 
     def __init__(self, vocab_size: int, to_device: ToDevice) -> None:

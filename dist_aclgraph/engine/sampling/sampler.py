@@ -166,8 +166,8 @@ def queue_logprobs(
     Args:
         logits: [n, vocab].
         chosen: [n] int32, the chosen tokens.
-        landing: [>= n * LOGPROBS_WIDTH] float32, pinned memory that receives the values. Use it for
-            nothing else until the values are read.
+        landing: [>= n * LOGPROBS_WIDTH] float32, pinned memory that receives the values. Use this
+            memory for nothing else until the values are read.
     """
     chosen = chosen.index_select(0, asked.where)
     packed = report_of(logits.index_select(0, asked.where), chosen, int(asked.wanted.max()))
@@ -183,9 +183,8 @@ def report_of(logits: Tensor, chosen: Tensor, num_best: int) -> Tensor:
         logits: [n, vocab]; chosen: [n] int32.
 
     Returns:
-        A tensor on the device with the columns of ``ComingLogprobs.packed``. It contains the
-        ``num_best`` most probable tokens. If ``num_best`` is 0, it contains the most probable
-        token.
+        A tensor on the device with the columns of ``ComingLogprobs.packed``. The number of most
+        probable tokens is ``num_best``, but at least 1.
     """
     all_logprobs = torch.log_softmax(logits.float(), dim=-1)
     of_chosen = all_logprobs.gather(1, chosen.long().unsqueeze(-1))  # [n, 1]

@@ -90,8 +90,8 @@ class AskedLogprobs:
 
 @dataclass(frozen=True)
 class SamplingPlaces:
-    """The sampling parameters of places. They change only if other rows are sampled, or if the
-    parameters of a row change.
+    """The sampling parameters of places. Two successive steps have different parameters only if
+    they sample different rows, or if the parameters of a row have changed.
 
     Attributes:
         seeds: [n], the mixed seeds; see ``mix_seeds``.
@@ -280,8 +280,8 @@ class StepPlaces:
 
 
 class KnownPlaces:
-    """Owns parameters on the device. They belong to the special places of the latest step that had
-    special places.
+    """Owns parameters on the device. The parameters belong to the special places of the latest step
+    that had special places.
 
     Args:
         num_places: k + 1, number of tokens that a step with k drafts samples for one request.
@@ -317,8 +317,8 @@ class KnownPlaces:
         return self._places
 
     def forget(self) -> None:
-        """Drop the parameters after an abort of the device, because they may not have reached the
-        device.
+        """Drop the parameters after an abort of the device, because the parameters may not have
+        reached the device.
         """
         self._rows = self._places = None
 

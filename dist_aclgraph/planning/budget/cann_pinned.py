@@ -1,4 +1,6 @@
-"""How CANN counts streams with old drivers: a captured stream keeps its id until it is released."""
+"""How CANN counts streams with old drivers: a captured stream keeps its id until the stream is
+released.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class CannSoftwareSqBudget(CannPinnedBudget):
     run (EE1023).
 
     If several graphs together need more than 1024 queues, a graph can lose its queues to another
-    graph. Its next replay then takes longer, because it must get queues again.
+    graph. The next replay of this graph then takes longer, because the graph must get queues again.
     """
 
     name: BudgetModelName = "cann-software-sq"
