@@ -393,8 +393,8 @@ def _chosen_entry(
 
 
 class _Costs:
-    """The cost of a plan on each rank. The cost is computed once for all ranks that offer the same
-    streams.
+    """The cost of a plan on each rank. It is computed once for all ranks with equal stream budgets
+    (``StreamOffer``).
     """
 
     def __init__(self, deployment: AssumedDeployment) -> None:

@@ -176,9 +176,10 @@ class PromptStates:
             slot.
         is_new: [n] bool, true for a request that has no state yet; such a request begins with a
             state of zeros.
-        padded: [t + n * (w - 1)] int32, an order of the following rows: one row for each token,
-            then w - 1 rows of each request's first state. ``padded`` has, for each request, the
-            indices of the rows of its state, then of its tokens.
+        padded: [t + n * (w - 1)] int32, indices of rows. Rows 0 to t - 1 are the step's tokens. The
+            next rows are states: for each request, w - 1 rows of the state from which it begins.
+            ``padded`` has, for each request, the indices of its state's rows, then of its tokens'
+            rows.
         outputs: [t] int32, for each token, the index in ``padded`` of the first of the token's
             ``w`` inputs.
         tails: [n * (w - 1)] int32, indices in ``padded`` of the last w - 1 inputs of each request.
