@@ -60,7 +60,9 @@ class GraphWork:
 
     @property
     def tokens(self) -> TokenTable:
-        """The table with the tokens to which references refer."""
+        """The table that replaces references, which are negative token ids, by the tokens of
+        earlier steps.
+        """
         tokens = self.buffers.tokens if self.drafts is None else self.drafts.tokens
         assert tokens is not None
         return tokens

@@ -63,7 +63,7 @@ class InputBatch:
                 them.
         """
         self._place = place
-        # The device has one row more than the host: a spare row.
+        # The device has one row more than the host: a spare row, for padding requests.
         self.references = References(num_latest, num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
         # ``_sample_of``: for each row, the index of its sample in the last step that sampled the

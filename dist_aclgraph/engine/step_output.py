@@ -46,10 +46,11 @@ TokensAt = Callable[[IntArray], Tensor]
 
 @dataclass(frozen=True)
 class SpecialPlaces:
-    """The special places of a step (see ``sampling_places``), and their chosen tokens.
+    """The special places of a step, and their chosen tokens. A place is special if its token is not
+    simply the most probable token, or if its request wants log-probabilities.
 
     Attributes:
-        logits: [n, vocab], the logits of these places.
+        logits: [n, vocab], the logits of the special places.
         chosen: [n] int32, the chosen token of each place.
     """
 
@@ -205,7 +206,9 @@ class StepOutput:
                 self._coming = token_ids(coming.references)
 
     def _forbid_words(self, step: HostStep, known: StepPlaces, logits: Tensor) -> Tensor:
-        """Return the logits of special places, with -inf for the last tokens of bad words."""
+        """Return the logits of the step's ``SpecialPlaces``, with -inf for last tokens of bad
+        words.
+        """
         batch = self._batch
         if not batch.sampling.bad_words:
             return logits
@@ -230,7 +233,8 @@ class StepOutput:
         tokens: Tensor,
         masks_of: Callable[[StepPlaces], Masks | None] | None = None,
     ) -> SpecialPlaces | None:
-        """Sample the special places, and write the chosen tokens into ``tokens``.
+        """Sample the places whose tokens are not simply the most probable tokens
+        (``SpecialPlaces``), and write the chosen tokens into ``tokens``.
 
         Args:
             logits: [num_samples * (k + 1), vocab]. If rows have masks, this method may set the

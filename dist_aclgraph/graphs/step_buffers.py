@@ -45,14 +45,14 @@ class StepBuffers:
         tokens: token table; its latest tokens are the array ``sampled``. None if the deployment
             uses drafts.
         sampled: [max_samples] int32, the sampled tokens. A replay writes the most probable tokens;
-            then the sampler overwrites the tokens of special places.
+            then the sampler overwrites the tokens of all places that need another token.
         best: [max_samples], the greatest logit of each sampled place. This logit is NaN or infinite
             if the place's logits contain NaN or infinity.
         hidden: [max_tokens, hidden], hidden states of all tokens; empty if the deployment uses no
             drafts.
         accepted: [max_reqs] int32, number of accepted drafts of each request. A replay compares the
-            drafts with the most probable tokens. If the step has special places, the drafts are
-            compared again with the sampled tokens.
+            drafts with the most probable tokens. If the sampler has overwritten tokens, the drafts
+            are compared again with the sampled tokens.
         num_written: number of steps whose inputs have been written.
     """
 
@@ -253,7 +253,7 @@ class StepBuffers:
         _fill(slots, NO_INTS if drafts is None else drafts.slots.ravel(), PADDING_SLOT)
 
     def _reqs_of(self, graph: BatchDescriptor) -> int:
-        # Pieces contain no attention, so they accept any number of requests.
+        # Piecewise graphs contain no attention, so they accept any number of requests.
         return graph.num_reqs or min(graph.num_tokens, self._max_reqs)
 
     def _sizes(self, graph: BatchDescriptor) -> list[int]:
@@ -273,8 +273,8 @@ class StepBuffers:
 
         Each row has enough entries for the longest possible request. To save bytes, only the rows
         from the first to the last changed row are sent. Entries after a step's last column are set
-        to the dummy block. The reason is that attention without updates of lengths reads all
-        entries, and its mask cannot hide NaN values in the blocks of earlier requests.
+        to the dummy block, because attention whose lengths are never updated reads all entries, and
+        its mask cannot hide NaN values in the blocks of earlier requests.
         """
         if block_table is self._latest_table:
             return None

@@ -130,8 +130,9 @@ class GroupFiles:
 
     @property
     def servers(self) -> list[int]:
-        """The first worker on each node except the engine's node, in the order of ``nodes``. With
-        ``only_workers``, the first worker on each node.
+        """The workers that send files to other groups: the first worker on each node except the
+        engine's node, in the order of ``nodes``. With ``only_workers``, the first worker on each
+        node.
         """
         return [self.node_ids.index(node_id) for node_id in self._nodes_of_workers]
 
@@ -151,7 +152,7 @@ class GroupFiles:
 
     @property
     def holders(self) -> tuple[Holders, ...]:
-        """For each data-parallel rank, the nodes that have its files. Equal holders are listed
+        """For each data-parallel rank, the nodes that have its files. Equal elements are listed
         once.
         """
         return tuple(dict.fromkeys(self._holders(dp_rank) for dp_rank in range(self.num_dp)))

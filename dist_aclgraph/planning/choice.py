@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from dist_aclgraph.planning.buckets import pad_to_bucket
 
-# A cost is treated as lower than another cost only if it is below NO_GAIN times the other cost. The
-# reason is that rounding errors can make equal costs differ.
+# Rounding errors can make equal costs differ. So a cost is treated as lower than another cost only
+# if it is below NO_GAIN times the other cost.
 NO_GAIN = 1 - 1e-9
 FloatArray = npt.NDArray[np.float64]
 

@@ -42,7 +42,7 @@ def expert_capacity(num_rows: int, ep: int, top_k: int, factor: float) -> int:
 
 
 class Decision(NamedTuple):
-    """The chosen exchange, and the reason for the choice."""
+    """The exchange that is chosen for a batch, and the reason for the choice."""
 
     kind: ExchangeKind | None
     reason: str

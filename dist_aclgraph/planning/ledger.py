@@ -32,12 +32,11 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
         return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
 
     def describe(self) -> str:
-        """Return a sentence with the prediction, the measurement, and the part of the price whose
-        size is closest to the gap.
+        """Return a sentence with the prediction, the measurement, and the part of the predicted
+        cost whose size is closest to the gap.
 
         The gap is the difference between prediction and measurement. The named part need not be the
-        cause, because devices report how many streams are free, but not what uses the other
-        streams.
+        cause of the gap, because devices do not report what uses their streams.
         """
         text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
         if not self.parts or self.measured is None or self.predicted is None:

@@ -1,4 +1,5 @@
-"""GroupRows: the columns of all data-parallel ranks of a group.
+"""GroupRows: arrays of numbers that describe the running requests of all data-parallel ranks of a
+group.
 
 In most steps, there are many ranks on which every request decodes and gets one token. The results
 of all these ranks are applied together, so that a group of hundreds of ranks needs no Python loop
@@ -43,7 +44,8 @@ class Landed(NamedTuple):
 
 
 class GroupRows(Columns):
-    """Owns the columns of all ranks. Each rank's ``RunningRows`` has a view of its own columns.
+    """Owns the columns of numbers (``Columns``) that describe the running requests of all ranks.
+    Each rank's ``RunningRows`` has a view of the rank's columns.
 
     Args:
         capacity: maximum number of rows of each rank's batch.
@@ -105,13 +107,13 @@ class GroupRows(Columns):
         )
 
     def least_margins(self, ranks: Places, lens: Places) -> list[int]:
-        """Return, for each rank, the smallest margin of its requests; see ``Columns.margins``."""
+        """Return, for each rank, the smallest value of ``Columns.margins`` of its requests."""
         found: list[int] = (
             np.where(self._is_used(lens), self.margins()[ranks], MOST).min(1).tolist()
         )
         return found
 
     def _is_used(self, lens: Places) -> npt.NDArray[np.bool_]:
-        """Return [n, capacity] booleans: true where the rank has a request at the index."""
+        """Return [n, capacity] booleans: true at the indices of a rank's running requests."""
         is_used: npt.NDArray[np.bool_] = np.arange(self._capacity) < lens[:, None]
         return is_used

@@ -196,7 +196,9 @@ class StepBuilder:
         return self.decoding is EVERY and not self.chunks
 
     def build(self) -> RankStep:
-        """Return the step. The prompts that are served first get the unused part of the budget."""
+        """Return the step. Chunks of the prompts that are served first get the unused tokens of
+        ``budget``.
+        """
         # In decode steps, the requests that are sampled come first, because a graph samples the
         # first requests of its batch.
         if self.kind == "decode":

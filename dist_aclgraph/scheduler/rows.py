@@ -21,7 +21,7 @@ Indices = Places | slice
 EVERY = slice(None)
 
 NUM_COLUMNS = 15
-# Values of the column ``held``.
+# Values of the column ``held`` of ``Columns``.
 WAITS, TRIES = 1, 2
 # Columns that change at the same time are next to each other, so that one operation changes all of
 # them. When a step is decided, the columns from ``computed`` to ``slack`` change. When the tokens
@@ -49,7 +49,8 @@ class StepChanges(NamedTuple):
 
 
 class Columns:
-    """Gives names to the columns of one rank, or of several ranks.
+    """Gives names to the columns of integers that describe the running requests of one rank, or of
+    several ranks.
 
     ``computed`` and ``known`` include the tokens of steps in flight, as if these steps accepted no
     drafts. When the steps end, accepted drafts increase both numbers, by at most ``slack``.
@@ -118,7 +119,8 @@ class Columns:
 
 
 class RunningRows(Columns):
-    """The columns of one rank. The requests are in the order in which they were admitted.
+    """The columns of integers that describe the running requests of one rank. The requests are in
+    the order in which they were admitted.
 
     Args:
         columns: [NUM_COLUMNS, capacity], this rank's part of the group's columns.

@@ -35,7 +35,7 @@ from dist_aclgraph.simulate.routing import compare_copies, compare_routing
 from dist_aclgraph.simulate.tally import Shares
 from dist_aclgraph.simulate.times import StepTimes
 
-MAX_GROUPS = 8  # maximum number of simulated groups; kinds with many groups come first
+MAX_GROUPS = 8  # maximum number of simulated groups; kinds with most groups come first
 
 # A function that is called with the fraction of the load that has been played, from 0 to 1.
 OnProgress = Callable[[float], None]

@@ -1,4 +1,5 @@
-"""Computes the places where drafting continues, from the values that the host knows before a step.
+"""Computes the places from which drafting continues: the tokens after which a step samples. The
+inputs are the values that the host knows before the step.
 
 See ``device_step.DraftInputs``.
 """
@@ -48,7 +49,7 @@ def draft_places(
     place: ContextPlace,
     may_draft: npt.NDArray[np.bool_],
 ) -> DraftPlaces:
-    """Compute the places of a batch.
+    """Compute, for a batch, the places from which drafting continues.
 
     Args:
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.

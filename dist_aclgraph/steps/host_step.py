@@ -39,7 +39,7 @@ class HostStep:
             repeated.
         next_tokens: [num_tokens], for each of the step's tokens, the token after it; 0 if the host
             does not know that token. Empty if the deployment uses no drafts.
-        drafts: the places where drafting continues; None if the deployment uses no drafts.
+        drafts: the places from which drafting continues; None if the deployment uses no drafts.
         prompts: the facts that this rank must know about the tokens of other prefill ranks; None if
             prompts are not split. If prompts are split, this object contains only the tokens of
             this rank, but all requests of the step.

@@ -39,7 +39,7 @@ class Masks(NamedTuple):
     """The masks of some places: the tokens that each of these places allows.
 
     Attributes:
-        places: [m], for each place that has a mask, its index among the special places of the step.
+        places: [m], for each place that has a mask, its index among the step's ``SpecialPlaces``.
         words: [m, ceil(vocab / 32)] int32; token t is allowed if bit t % 32 of word t // 32 is 1.
     """
 
@@ -180,7 +180,8 @@ class Matchers:
                 self._tails[row] = _Tail(int(firsts[sample]), tokens)
 
     def masks(self, step: HostStep, known: StepPlaces, drafts: IntArray | None) -> Masks | None:
-        """Return the masks of a step's special places; None if no row has a mask.
+        """Return the masks of a step's special places (``SpecialPlaces``); None if no row has a
+        mask.
 
         Before this call, ``note`` must be called for each earlier step, so that all earlier tokens
         are known.
@@ -192,7 +193,7 @@ class Matchers:
         rows, size = step.sampled_rows.tolist(), self._num_places
         samples = known.samples[::size].tolist()
         wanted = [(i, sample) for i, sample in enumerate(samples) if rows[sample] in self._rows]
-        # a place allows every token until the place's mask is written
+        # a place's mask allows every token until the real mask is written
         words = np.full((len(wanted) * size, self._num_words), ALL)
         until_s = time.monotonic() + PATIENCE_S
         for at, (_, sample) in enumerate(wanted):

@@ -252,7 +252,8 @@ def _column(values: np.ndarray, to_device: ToDevice) -> Tensor:
 
 @dataclass(frozen=True)
 class StepPlaces:
-    """The special places of a step.
+    """The special places of a step: places whose token is not simply the most probable token, or
+    whose request wants log-probabilities.
 
     Attributes:
         indices: [n], indices of the special places among all places of the step.
@@ -280,8 +281,8 @@ class StepPlaces:
 
 
 class KnownPlaces:
-    """Owns parameters on the device. The parameters belong to the special places of the latest step
-    that had special places.
+    """Owns sampling parameters on the device. The parameters belong to the special places
+    (``StepPlaces``) of the latest step that had such places.
 
     Args:
         num_places: k + 1, number of tokens that a step with k drafts samples for one request.

@@ -29,8 +29,8 @@ QUEUES = 1024
 
 @dataclass(frozen=True)
 class CannSoftwareSqBudget(CannPinnedBudget):
-    """Counts ids like ``CannPinnedBudget``. In addition, a graph with more than 1024 queues cannot
-    run (EE1023).
+    """Counts stream ids like ``CannPinnedBudget``. In addition, a graph with more than 1024 queues
+    cannot run (EE1023).
 
     If several graphs together need more than 1024 queues, a graph can lose its queues to another
     graph. The next replay of this graph then takes longer, because the graph must get queues again.

@@ -91,7 +91,7 @@ class GraphShape:
 
     @property
     def lanes(self) -> tuple[int, ...]:
-        """Number of queue entries of each lane."""
+        """Number of queue entries of each lane (captured stream)."""
         sides = [COLLECTIVE * count for _, count in self.collectives]
         waits = sum(COLLECTIVE_MAIN * count for _, count in self.collectives)
         return (self.main + waits, *sides, *([self.beside] if self.beside else []))
