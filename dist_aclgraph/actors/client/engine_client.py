@@ -251,7 +251,7 @@ class EngineClient:
 
     @property
     def num_held(self) -> int:
-        """The number of requests that wait for a group, or for their turn (see ``trials.py``)."""
+        """Number of requests that wait for a group, or to run again after an engine's death."""
         with self._lock:
             return self._table.num_held
 

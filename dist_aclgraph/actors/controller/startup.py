@@ -140,7 +140,7 @@ class Startup:
 
     @property
     def scopes(self) -> list[list[LockstepGroup]]:
-        """The groups of each scope. All groups of a scope share one plan."""
+        """The groups, divided into scopes. All groups of a scope share one graph plan."""
         if self._config.graph.scope == "group":
             return [[group] for group in self._groups]
         return [self._groups]
@@ -150,8 +150,8 @@ class Startup:
         self._enter(phase)
 
     def _go_on_to_capture(self) -> None:
-        """Enter CAPTURING; later calls have no effect. The first scope that has a plan makes the
-        first call, while other scopes may still negotiate.
+        """Enter CAPTURING; later calls have no effect. Groups that share a plan (a scope) call this
+        when they have their plan, while other groups may still negotiate.
         """
         with self._moving:
             if self._phase is State.NEGOTIATING:

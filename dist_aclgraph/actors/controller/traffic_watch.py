@@ -125,7 +125,7 @@ class TrafficWatches:
         self._watches = [*self._watches, (planner, TrafficWatch(planner, groups))]
 
     def remove(self, group: LockstepGroup) -> None:
-        """Remove a group; remove its watch if the watch has no other group."""
+        """Remove a group; remove its ``TrafficWatch`` if the watch has no other group."""
         for _, watch in self._watches:
             watch.remove(group)
         self._watches = [(p, watch) for p, watch in self._watches if not watch.is_over]
