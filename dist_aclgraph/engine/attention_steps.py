@@ -228,7 +228,7 @@ class AttentionSteps:
         self, positions: Tensor, written: Tensor, block_table: Tensor, inputs: HostStep, ahead: int
     ) -> AttentionMetadata:
         """Return the metadata of one iteration of drafting after a mixed step. There is one query
-        token for each sampled place.
+        token for each place, a token after which the step has sampled.
 
         Args:
             positions: [num_samples, k + 1] int32, positions of the places of live requests, without

@@ -95,7 +95,8 @@ class _Landing:
     Attributes:
         tokens: [max_samples * (k + 1)] int32, the sampled tokens.
         accepted: [max_samples] int32, number of accepted drafts of each request.
-        best: [max_samples * (k + 1)], the greatest logit of each place, in the dtype of logits.
+        best: [max_samples * (k + 1)], for each sampled token, the greatest of its logits, in the
+            dtype of logits.
         tally: int64, of shape TALLY_SHAPE, counters of tokens at experts.
         arrays: ``tokens``, ``accepted`` and ``tally`` as NumPy arrays.
         bits: ``best`` as integers with the same bits.
@@ -291,7 +292,7 @@ class StepOutput:
 
         Args:
             tokens: [>= num_samples * (k + 1)] int32, the sampled tokens; live requests come first.
-            best: the greatest logit of each place.
+            best: for each sampled token, the greatest of its logits.
             accepted: [>= num_samples] int32, number of accepted drafts; None if the deployment uses
                 no drafts.
             tally: int64, of shape TALLY_SHAPE; None if the step does not change the counters.

@@ -31,8 +31,8 @@ class Sampled:
     """The queued work of a step, without its drafts.
 
     Attributes:
-        tokens: [num_samples * (k + 1)] int32, the sampled token of each place.
-        best: [num_samples * (k + 1)], the greatest logit of each place.
+        tokens: [num_samples * (k + 1)] int32, the sampled tokens.
+        best: [num_samples * (k + 1)], for each sampled token, the greatest of its logits.
         accepted: [num_samples] int32, number of accepted drafts of each request; None if the
             deployment uses no drafts.
         span: measures the replays of a full graph; None if replays are not measured.

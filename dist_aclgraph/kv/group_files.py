@@ -142,9 +142,9 @@ class GroupFiles:
         return self.nodes if self.only_workers else self.nodes[1:]
 
     def places_beside(self, rank: int) -> tuple[CachePlace, ...]:
-        """Return the places of all workers that are on the same node as the worker ``rank``, and
-        have the same data-parallel rank. The places are in the order of ``CachePlace.all_places``,
-        without duplicates.
+        """Return the parts of the cache that the worker ``rank`` and the other workers of its
+        data-parallel rank on the same node keep. The parts are in the order of
+        ``CachePlace.all_places``, without duplicates.
         """
         ranks, size = self.ranks_of(rank // len(self.places)), len(self.places)
         there = {self.places[r % size] for r in ranks if self.node_ids[r] == self.node_ids[rank]}

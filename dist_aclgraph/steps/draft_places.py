@@ -21,7 +21,7 @@ class DraftPlaces:
 
     Attributes:
         rows, most: [S], as in ``DraftInputs``.
-        num_logits: [S], number of sampled places of each request.
+        num_logits: [S], for each request, how many tokens the step samples.
         positions: [S, k + 1]; slots: [S, 3 k]; places: [S, k + 1], indices into the step's tokens.
         behind: [S], -1 if the host knows the positions of the request. Otherwise, the request's
             row; the device increases the positions by the row's number of accepted drafts.

@@ -33,7 +33,7 @@ class HostStep:
             drafts.
         sampled: [num_samples], indices, in the batch, of the requests that get tokens.
         sampled_rows: [num_samples], rows of these requests.
-        num_logits: [num_samples], number of sampled places of each request.
+        num_logits: [num_samples], for each of these requests, how many tokens the step samples.
         places: [num_samples * (k + 1)], indices, among the step's tokens, of the tokens after which
             a token is sampled. If a request has fewer than k + 1 places, its last place is
             repeated.

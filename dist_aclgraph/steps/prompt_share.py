@@ -25,7 +25,8 @@ class PromptShare:
             rank 1, and so on. If all ranks run a token, only the element that belongs to this rank
             contains a slot.
         positions: [ranks * num_tokens], positions of the tokens to which ``written`` belongs.
-        owners: [num_places], for each place, the rank that runs the token of this place.
+        owners: [num_places], the rank that runs each place. A place is a token of the step after
+            which a token is sampled.
         landings: [num_places], for each place, the index of its token in that rank's list of
             tokens.
     """
@@ -43,7 +44,7 @@ def share_prompts(step: HostStep, num_ranks: int, rank: int) -> HostStep:
     split.
 
     The share is a step with all requests, but only the tokens that ``rank`` runs. If another rank
-    runs the token of a place, the place's index in ``places`` is 0.
+    runs a token after which the step samples, the index of this token in ``places`` is 0.
     """
     if num_ranks == 1 or not len(step.rows):
         return step

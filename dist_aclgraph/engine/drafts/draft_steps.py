@@ -143,7 +143,7 @@ class DraftSteps:
 
         Args:
             hidden: [num_tokens, hidden], the decoder's hidden states.
-            sampled: [num_tokens] int32, the token sampled at each place.
+            sampled: [num_tokens] int32, the token sampled after each of the graph's tokens.
             accepted: the result of ``count``.
             tasks: records the operators of the captured graph; if None, the operators run eagerly.
         """
@@ -193,7 +193,8 @@ class DraftSteps:
             sampled: [num_samples * (k + 1)] int32, the sampled tokens of live requests.
             accepted: the result of ``count``.
             exchange: the kind of exchange with which the decoder sends tokens to their experts.
-            collect: returns the hidden states of places, even of places that other ranks run.
+            collect: returns the hidden states of the tokens after which the step samples, even if
+                other ranks run these tokens.
         """
         assert step.drafts is not None and step.next_tokens is not None
         draft_table = step.draft_table

@@ -3,7 +3,8 @@
 Each number is a function of (seed, position, token).
 
 So the numbers are the same on every rank, in any batch and after a retry. The host sends one key
-for each place. From this key, the device computes the numbers of all tokens.
+for each token that must be sampled. From this key, the device computes the numbers of all tokens of
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ class RaceNoise:
     """Owns a random factor and a random summand for each token, int32 [vocab] each. Factors and
     summands do not depend on seeds.
 
-    Each number is a hash of the place's key: first h = key * factor + summand, then h * (2h + 1),
-    both modulo 2^32, because products and sums of int32 wrap. The second step is the permutation of
-    RC6 (Rivest, Robshaw, Sidney, Yin, 1998); without this step, every number would be a linear
-    function of the key.
+    Each number is a hash of a key (``make_keys``): first h = key * factor + summand, then h * (2h +
+    1), both modulo 2^32, because products and sums of int32 wrap. The second step is the
+    permutation of RC6 (Rivest, Robshaw, Sidney, Yin, 1998); without this step, every number would
+    be a linear function of the key.
     """
 
     def __init__(self, vocab_size: int, to_device: ToDevice) -> None:
