@@ -145,8 +145,8 @@ class GraphWork:
     def run_pieces(
         self, graph: BatchDescriptor, metadata: AttentionMetadata, run: RunSegment
     ) -> Tensor:
-        """Run the decoder piecewise: the segments run on the static inputs, attention runs on the
-        live tokens.
+        """Run the decoder piecewise: the segments run on the static inputs, attention runs only on
+        live tokens, which are tokens that are not padding.
 
         Returns:
             [bucket, hidden].

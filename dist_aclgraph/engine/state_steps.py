@@ -54,7 +54,7 @@ class StateSteps:
         return StateMetadata(direct=self._direct(bases, rows))
 
     def of_step(self, inputs: HostStep) -> StateMetadata:
-        """Return the metadata of any mixture of live requests.
+        """Return the metadata of any mixture of requests without padding.
 
         A request is called direct if it updates its state token by token. With drafts, a request is
         direct if it verifies drafts. Without drafts, a request is direct if it runs one token. A

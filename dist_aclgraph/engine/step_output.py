@@ -291,7 +291,8 @@ class StepOutput:
         """Queue copies of a step's results to the host; the host does not wait.
 
         Args:
-            tokens: [>= num_samples * (k + 1)] int32, the sampled tokens; live requests come first.
+            tokens: [>= num_samples * (k + 1)] int32, the sampled tokens; live requests come before
+                padding.
             best: for each sampled token, the greatest of its logits.
             accepted: [>= num_samples] int32, number of accepted drafts; None if the deployment uses
                 no drafts.

@@ -61,7 +61,7 @@ def choices(
 
     Args:
         sizes: the sizes that may be chosen, in ascending order.
-        weights: for each number of live tokens, how often this number occurs.
+        weights: for each number of tokens without padding, how often batches have this number.
         costs: for each size, the cost of one step. All costs have the same unit.
     """
     up_to = _weight_up_to(sizes, weights)

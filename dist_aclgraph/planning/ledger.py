@@ -1,4 +1,6 @@
-"""The ledger of one rank: its offer, and the predicted and the measured cost of its graphs."""
+"""The ledger of one rank: the streams and bytes that it offers for graphs, and the predicted and
+the measured cost of its graphs.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,8 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
 
 
 class Ledger(msgspec.Struct, kw_only=True):
-    """The streams and bytes that one rank has offered, and the amounts that its graphs use, both
-    predicted and measured.
+    """The streams and bytes that one rank has offered for graphs, and the amounts that its graphs
+    use, both predicted and measured.
     """
 
     rank: int

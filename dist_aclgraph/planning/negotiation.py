@@ -1,5 +1,5 @@
-"""Chooses, from the offers of all ranks, one set of graphs that every rank can capture. All
-functions are pure.
+"""Chooses, from the resources that all ranks offer for graphs, one set of graphs that every rank
+can capture. All functions are pure.
 """
 
 from __future__ import annotations
@@ -262,8 +262,8 @@ def fit_memory(
     offers: Sequence[StreamOffer],
     budget_model: BudgetModel,
 ) -> tuple[list[GraphFamily], list[str]]:
-    """Remove the sizes that need more memory than a rank offers. Return the families without these
-    sizes, and the reasons for removing them.
+    """Remove the sizes that need more memory than some rank offers for graphs. Return the families
+    without these sizes, and the reasons for removing them.
     """
     fitting, reasons, lacking = [], [], []
     for family in families:

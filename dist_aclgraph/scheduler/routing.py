@@ -3,8 +3,8 @@ cached, and on the work that waits at the groups.
 
 An ingress does not see the caches of the groups. For each group, the ingress remembers the prefixes
 that it has sent to the group, up to the size of the group's cache. For each group, the replicas of
-the
-ingress send each other only one number: how many tokens of their own requests wait at the group.
+the ingress send each other only one number: how many tokens of their own requests wait at the
+group.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ class Scheduler:
         """Apply the results of all ranks for the oldest step in flight; return the outputs.
 
         Results of another epoch or step are ignored. If a token was beyond the capacity of the
-        exchange between experts, the results of the step are void, and ``schedule()`` issues the
+        exchange between experts, the results of the step are invalid, and ``schedule()`` issues the
         step again. NaN or infinite logits of a request might come from its KV blocks. So the
         request waits again, and is computed from its first token in clean blocks that no other
         request uses. If its logits are NaN or infinite a second time, the request ends. If a rank

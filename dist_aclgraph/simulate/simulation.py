@@ -43,7 +43,8 @@ OnProgress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class GroupKind:
-    """Lockstep groups whose ranks make equal offers, and which therefore have the same plan.
+    """Lockstep groups whose ranks offer equal resources for graphs, so that the groups have the
+    same plan.
 
     Attributes:
         first: index of the group that is simulated.
@@ -150,8 +151,8 @@ def simulate(
 
 
 def group_kinds(deployment: AssumedDeployment) -> list[GroupKind]:
-    """Return one kind for each set of groups with equal offers. The kind with the most groups comes
-    first.
+    """Return one kind for each set of groups whose ranks offer equal resources for graphs. The kind
+    with the most groups comes first.
     """
     groups, offers = deployment.layout.lockstep_groups, deployment.offers
     if deployment.config.graph.scope == "cluster":

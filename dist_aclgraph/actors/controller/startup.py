@@ -305,8 +305,8 @@ class Startup:
                     raise WorkerError(answer.message, rank, "NEGOTIATING")
 
     def _ask_offers(self, group: LockstepGroup) -> None:
-        """Collect the offers of all ranks. The calibrated budget model also needs measured costs,
-        which come from probe graphs.
+        """Collect the resources that all ranks offer for graphs. The calibrated budget model also
+        needs measured costs, which come from probe graphs.
         """
         timeout_s = self._config.timeouts.negotiate_s
         group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)

@@ -446,7 +446,7 @@ class RunningRank:
             self.runner.make_cache(num_blocks)
 
     def book_domains(self) -> None:
-        """Record the streams that HCCL domains have taken. To be called before the offer."""
+        """Record the streams that HCCL domains have taken. To be called before ``offer``."""
         sizes = " and ".join(str(len(ranks)) for ranks in self.joined.domains) or "no"
         mode = self.joined.config.device.expansion
         self.joined.streams.book(f"HCCL domains of {sizes} ranks, expanded by {mode}")

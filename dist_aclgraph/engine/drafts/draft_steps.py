@@ -30,7 +30,7 @@ class DraftSteps:
 
     Args:
         k: number of drafts of each request.
-        max_rows: maximum number of rows of the batch; one spare row is added.
+        max_rows: maximum number of rows of the batch; one spare row for padding is added.
         vocab_size: size of the decoder's vocabulary.
         attention: makes the attention metadata of the next-token module; the decoder uses the same
             object.
@@ -114,7 +114,8 @@ class DraftSteps:
         [num_reqs] int32.
 
         Args:
-            sampled: [>= num_samples * (k + 1)] int32; the tokens of live requests come first.
+            sampled: [>= num_samples * (k + 1)] int32; the tokens of live requests come before
+                padding.
         """
         assert inputs.drafts is not None
         return self._drafter.count(self._by_request(sampled, inputs), inputs.drafts)

@@ -73,7 +73,7 @@ class Drafter:
 
     Attributes:
         tokens: the table of the latest tokens; ``drafts`` and ``last`` are views of it. The last
-            row of each view is the spare row.
+            row of each view is a spare row for padding.
         drafts: [max_rows + 1, k] int32, the drafts of each row.
         last: [max_rows + 1] int32, the last token of each row.
         passed: [max_rows + 1] int32, number of each row's drafts that the last step accepted; 0 in

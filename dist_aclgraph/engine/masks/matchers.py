@@ -3,7 +3,7 @@
 A row's mask depends only on the row's grammar and output. So every rank that samples computes the
 mask itself, and nothing is sent between ranks. Before each step, the state of a row's matcher is
 moved to the end of the row's output: forward over new tokens, and back over discarded tokens
-(tokens of a void step, tokens that a rewind discards, rejected drafts).
+(rejected drafts, and tokens of steps that must run again).
 
 A row can reason before it answers. The row's grammar applies only to the answer. While the row
 reasons, only the tokens that would end the output are forbidden. If the reasoning reaches its

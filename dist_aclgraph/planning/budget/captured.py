@@ -71,7 +71,7 @@ COLLECTIVE = 4  # entries on HCCL's lane: a wait, the collective, two records
 
 @dataclass(frozen=True)
 class GraphShape:
-    """One graph of a bucket, or several equal graphs of a bucket.
+    """One graph of a bucket, or several equal graphs of a bucket. A lane is a captured stream.
 
     Attributes:
         what: description in plain words.
