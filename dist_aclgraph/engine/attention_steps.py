@@ -121,7 +121,7 @@ class AttentionSteps:
     def _of_padded(
         self, graph: BatchDescriptor, inputs: DeviceStep, kv_len: int
     ) -> AttentionMetadata:
-        """Return the metadata of a decode graph without updates; see ``of_graph``."""
+        """Return the metadata of a decode graph whose lengths never change; see ``of_graph``."""
         n = graph.num_tokens
         index = torch.arange(kv_len, dtype=torch.int32, device=self._npu.device)
         hidden = index > inputs.positions.view(n, 1)
@@ -339,7 +339,9 @@ class AttentionSteps:
     def _rows_of_graph(
         self, inputs: DeviceStep, query_len: int, iteration: int, written: Tensor
     ) -> DeviceRows:
-        """Return the rows of a full graph, from its static inputs; see ``of_graph``."""
+        """Return the attention metadata of a full graph's rows, from its static inputs; see
+        ``of_graph``.
+        """
         if query_len == 0:
             ends, lens = inputs.query_ends, inputs.kv_lens
             assert ends is not None and lens is not None and iteration == 0

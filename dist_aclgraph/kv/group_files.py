@@ -209,7 +209,7 @@ def routes(
         if any((place.rank, place.num_ranks) == (r.rank, r.num_ranks) for r in readers)
     ]
     if not blocks or (source.has_state and not states):
-        return []  # the readers could not use the files
+        return []  # the readers need other parts of the cache
 
     def choose(nodes: Nodes) -> int | None:
         first = turn % len(nodes)

@@ -227,7 +227,7 @@ class BlockCopies:
             self._begin("save", hashes, depths, block_ids, block_ids, states=states)
 
     def _hold_states(self, existing: Collection[BlockHash]) -> list[tuple[BlockHash, int]]:
-        """Return the waiting checkpoints that are still stored and have no file; see ``hold``."""
+        """Hold the waiting checkpoints that are still stored and have no file; return them."""
         checkpoints = self._pool.checkpoints
         states = []
         while self._pending_states:
@@ -319,7 +319,7 @@ class BlockCopies:
         self._begin("load", hashes, range(len(shared), len(held)), held, block_ids, request, states)
         return True
 
-    # ---- files alone
+    # ---- jobs that use only files
 
     def _delete_condemned(self) -> None:
         """Begin to delete the files that ``condemn`` has marked, except of blocks being copied."""

@@ -446,7 +446,7 @@ class RankScheduler:
         return int(is_held.sum())
 
     def advance(self, new: NewTokens) -> tuple[StepOutputs, list[Request]]:
-        """Apply the results of the oldest step; return the new tokens and the finished requests."""
+        """Apply the oldest step's results; return the new tokens and the finished requests."""
         flight = self._flights.popleft()
         rows, indices, records = self.rows, flight.indices, flight.step.records
         if new.prompts or new.embeddings:

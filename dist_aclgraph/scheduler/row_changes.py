@@ -50,7 +50,7 @@ class RowChanges:
         self._renewed.append(request.start(self._dp_rank, request.row))
 
     def drop(self, rows: Collection[int]) -> None:
-        """Drop the changes of rows."""
+        """Drop the collected changes of these rows."""
         self._appended = self._appended[~np.isin(self._appended[:, 0], list(rows))]
         self._renewed = [start for start in self._renewed if start.row not in rows]
 

@@ -187,7 +187,7 @@ class Scheduler:
             )
         if request.request_id in self._requests:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use")
-        # The limit does not apply to requests that will get a row in the next step.
+        # Requests that will get a row in the next step do not count as waiting requests.
         num_waiting = len(self.waiting) - sum(rank.num_free_rows for rank in self.ranks)
         if num_waiting >= self.config.max_waiting and not request.has_output:
             raise QueueFullError(

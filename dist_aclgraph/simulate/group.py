@@ -85,7 +85,7 @@ class SimulatedRanks:
 
 @dataclass
 class Counts:
-    """Numbers of events. ``Tally`` counts the steps."""
+    """Numbers of events in a simulated group. Steps are counted by ``Tally``."""
 
     generated_tokens: int = 0
     finished: int = 0

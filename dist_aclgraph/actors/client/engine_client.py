@@ -213,7 +213,7 @@ class EngineClient:
         self.raise_if_dead()
         asked: list[OpenQuery] = []
         for engine in self._known():
-            # The query is opened before the check, so that a loss after the check ends the query.
+            # Opened before the check, so that the loss of an engine after the check ends the query.
             opened = self._queries.open(engine, what)
             with self._lock:
                 is_gone = engine.dead_because or engine.url not in self._table.engines

@@ -60,7 +60,9 @@ OnGraph = Callable[[int, int, str], None]
 
 
 class Startup:
-    """Runs the phases. Appends each started group to ``groups``, which the controller owns."""
+    """Runs the phases of a start. Appends each started group to ``groups``, which the controller
+    owns.
+    """
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.rebucketing import Release, reunite
 from dist_aclgraph.planning.traffic import TrafficHistory
 
-# Seconds that a watch waits for the answers of all groups. After this time, the watch uses only the
-# answers that have arrived.
+# Seconds that a ``TrafficWatch`` waits for the answers of all groups. After this time, it uses only
+# the answers that have arrived.
 ANSWER_S = 10.0
 
 

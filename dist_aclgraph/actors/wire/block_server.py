@@ -257,7 +257,7 @@ class BlockServer:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the thread has ended."""
+        """Whether the server's thread has ended."""
         return not self._thread.is_alive()
 
     def close(self, timeout_s: float = 10.0) -> None:

@@ -56,7 +56,7 @@ class MemoryReader(Protocol):
 
     @property
     def engine(self) -> str:
-        """Name of this process's engine."""
+        """Name of this process's HIXL engine."""
 
     def read(self, lent: LentFile) -> AbstractContextManager[memoryview]:
         """Return a context with the bytes of a file. The bytes are valid only within the context.

@@ -77,7 +77,7 @@ def join_rank(
     from dist_aclgraph.comm.marks import NO_MARKS, DeviceMarks
     from dist_aclgraph.device.npu import open_npu
 
-    # This raises an error if the environment of this process forbids the graph mode.
+    # ``normalise_mode`` raises an error if the environment of this process forbids the graph mode.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_servable_spec(config)
     # The process is bound before torch_npu starts its threads, because threads inherit the cores.
