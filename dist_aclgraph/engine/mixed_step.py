@@ -35,7 +35,7 @@ def upload_step(
     """Send a step's integers to the device, in one transfer.
 
     Args:
-        size: the result of ``padded_size``.
+        size: the size to which the step is padded (``padded_size``).
         spare_row: row of padding requests.
         static: the inputs of a piecewise graph, which were written before this call; None if the
             step is eager.

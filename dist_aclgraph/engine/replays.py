@@ -111,7 +111,8 @@ class Replays:
         """Record how long the device waited for lengths in a finished step.
 
         Args:
-            span: the result of ``begin``; if None, nothing is recorded.
+            span: the measurement that ``begin`` returned for the step; if None, nothing is
+                recorded.
         """
         if self._update_wait is not None and span is not None:
             self._watch.book("update_wait", self._update_wait.take_us(span))

@@ -146,7 +146,8 @@ class StepsInFlight:
         them.
 
         Args:
-            records: [num_reqs, 4] as in ``RankBatch.scheduled``.
+            records: [num_reqs, 4], for each request: row, num_computed_tokens,
+                num_scheduled_tokens, num_logits.
 
         Returns:
             [num_reqs]: for each request whose last token was not yet on the host, the number of

@@ -167,8 +167,8 @@ class KVTiers:
         """Return the tiers for KV blocks, as the configuration describes them.
 
         Args:
-            identity: see ``cache_identity``. If ``identity`` is "", this method computes the
-                identity from the model's files.
+            identity: name of the cache's contents (``cache_identity``). If ``identity`` is "", this
+                method computes the name from the model's files.
 
         Raises:
             ConfigError: a folder cannot be made, or is too small.
@@ -293,7 +293,7 @@ class KVTiers:
         names.
 
         Args:
-            only: see ``has``.
+            only: name of a tier; if it is set, the other tiers are left out.
         """
         tiers = self._by_name.items()
         return {name: tier.num_bytes() for name, tier in tiers if name == (only or name)}

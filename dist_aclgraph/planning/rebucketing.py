@@ -60,7 +60,8 @@ def choose_again(
 
     Args:
         step_seconds: for each graph, the measured time of a step that replays it, in seconds.
-        offers, families: see ``propose``.
+        offers: the offers from which ``plan`` was chosen.
+        families: the families of graphs, with all sizes that may be captured.
     """
     offers = [_timed(offer, step_seconds) for offer in offers]
     better = propose(

@@ -376,7 +376,7 @@ class BlockCopies:
         """Begin a job.
 
         Args:
-            states: see ``RunningCopy``.
+            states: for each checkpoint that the job copies, its block's hash, and its number.
             state_hashes: hashes of checkpoints whose files the job touches or deletes.
         """
         number = self._next_number()

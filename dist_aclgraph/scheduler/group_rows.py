@@ -49,7 +49,7 @@ class GroupRows(Columns):
 
     Args:
         capacity: maximum number of rows of each rank's batch.
-        window: see ``RunningRows``.
+        window: maximum number of a request's new tokens before ``settle`` is called.
         num_drafts: number of drafts of a request that decodes.
     """
 
@@ -92,7 +92,7 @@ class GroupRows(Columns):
         """Apply ``RunningRows.land_tokens`` to all requests of several ranks.
 
         Args:
-            ranks, lens: see ``stay_below_limit``.
+            ranks, lens: [n], indices of ranks, and the number of requests of each of these ranks.
             tokens: [num_requests], the new token of each request, rank by rank.
         """
         is_used = self._is_used(lens)

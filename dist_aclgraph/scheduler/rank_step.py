@@ -240,7 +240,8 @@ class RankStep:
 
     Attributes:
         indices: [num_reqs], indices among the running requests at the time of the decision.
-        records: [num_reqs, 4], as in ``RankBatch.scheduled``.
+        records: [num_reqs, 4], for each request: row, num_computed_tokens, num_scheduled_tokens,
+            num_logits.
         num_decoding: number of requests that decode. Decoding requests are the first requests of
             the step.
         decode_len: number of tokens of a request that decodes: its last token and its drafts.
@@ -395,7 +396,8 @@ class Flight:
         """Update ``indices`` after some running requests were removed.
 
         Args:
-            moves: the result of ``RunningRows.remove``.
+            moves: for each earlier index of a running request, its new index; -1 if the request was
+                removed (``RunningRows.remove``).
         """
         places = self.places
         self.indices = np.where(places < 0, -1, moves[places])

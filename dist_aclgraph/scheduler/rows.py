@@ -209,7 +209,8 @@ class RunningRows(Columns):
         """Add the changes of a decided step to the columns, as if the step accepted no drafts.
 
         Args:
-            records: [n, 4] as in ``RankBatch.scheduled``, for the requests at ``indices``.
+            records: [n, 4], for each request at ``indices``: row, num_computed_tokens,
+                num_scheduled_tokens, num_logits.
         """
         drafts = np.maximum(records[:, 3] - 1, 0)
         grown = records[:, 2] - drafts
@@ -234,7 +235,7 @@ class RunningRows(Columns):
         known.
 
         Args:
-            indices, records: the arguments of ``take_off`` for this step.
+            indices, records: the arguments with which ``take_off`` was called for this step.
             passed: [n], number of accepted drafts of each request; None means 0 for each.
         """
         drafts = np.maximum(records[:, 3] - 1, 0)

@@ -52,7 +52,8 @@ def draft_places(
     """Compute, for a batch, the places from which drafting continues.
 
     Args:
-        records: [num_reqs, 4], as in ``RankBatch.scheduled``.
+        records: [num_reqs, 4], for each request: row, num_computed_tokens, num_scheduled_tokens,
+            num_logits.
         block_table: [max_rows, max_blocks].
         place: the indices in context parallelism of the rank for which slots are computed.
         may_draft: [max_rows], whether drafts of a row may be accepted.

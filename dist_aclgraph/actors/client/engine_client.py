@@ -147,8 +147,8 @@ class EngineClient:
             seed: the seed for sampling if ``params`` has no seed.
             cache_salt: only requests with the same salt share cached blocks.
             output: int32, the request's existing tokens; the engine continues after these tokens.
-            role: see ``TransferRole``.
-            peer: see ``OpenRequest``.
+            role: the role that an external router has chosen (``TransferRole``).
+            peer: the group of another service that has computed the prompt; None if there is none.
             wakes: whether to wake the I/O thread; if False, the caller must call ``wake`` later.
 
         Raises:

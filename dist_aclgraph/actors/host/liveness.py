@@ -168,7 +168,7 @@ class Lease:
     lease.
 
     Attributes:
-        is_given_back: see ``give_back``.
+        is_given_back: whether ``give_back`` has ended the lease on purpose.
 
     Args:
         clock: monotonic, in seconds.

@@ -91,7 +91,7 @@ class BlockFetches:
         places: the parts of the KV cache that the group's workers on this node store. Only files
             that these workers can use are fetched.
         group: name of this group, from which nothing is fetched.
-        turn: argument of ``routes``.
+        turn: a number that chooses between source nodes with equal loads (``routes``).
         reader: reads files in the memory of other nodes; None if the nodes send the files.
     """
 
@@ -169,7 +169,7 @@ class BlockFetches:
         Args:
             group: name of the group that has computed the blocks. If a group of another service has
                 computed the blocks, the ``BlockSource`` of that group.
-            is_wanted: see ``fetch_of``.
+            is_wanted: a function that returns whether the request still waits for the fetch.
         """
         source = self._sources.get(group) if isinstance(group, str) else self._of_peer(group)
         if source is None:

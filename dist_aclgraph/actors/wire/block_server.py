@@ -141,7 +141,7 @@ def tiers_of(
     choice of this worker.
 
     Args:
-        identity: see ``KVTiers.open``.
+        identity: name of the caches' contents; see ``KVTiers.open``.
 
     Raises:
         ConfigError: a folder cannot be created, or is too small.

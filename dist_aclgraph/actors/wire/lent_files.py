@@ -107,7 +107,8 @@ class _Request:
     """A request that waits for a slot.
 
     Attributes:
-        open_file: see ``LentFiles.ask``. None after the function was called.
+        open_file: a function that opens the requested file (``LentFiles.ask``). None after the
+            function was called.
         file: the result of ``open_file``.
     """
 

@@ -145,7 +145,7 @@ class DraftSteps:
         Args:
             hidden: [num_tokens, hidden], the decoder's hidden states.
             sampled: [num_tokens] int32, the token sampled after each of the graph's tokens.
-            accepted: the result of ``count``.
+            accepted: [num_reqs] int32, number of accepted drafts of each request.
             tasks: records the operators of the captured graph; if None, the operators run eagerly.
         """
         assert inputs.drafts is not None
@@ -192,7 +192,7 @@ class DraftSteps:
             metadata: the decoder's attention metadata.
             hidden: [num_tokens, hidden], the decoder's hidden states.
             sampled: [num_samples * (k + 1)] int32, the sampled tokens of live requests.
-            accepted: the result of ``count``.
+            accepted: [num_reqs] int32, number of accepted drafts of each request.
             exchange: the kind of exchange with which the decoder sends tokens to their experts.
             collect: returns the hidden states of the tokens after which the step samples, even if
                 other ranks run these tokens.

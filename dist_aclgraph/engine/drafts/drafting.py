@@ -129,7 +129,7 @@ class Drafter:
             hidden: [n, hidden], hidden states of the target model.
             sampled: [num_reqs, k + 1] int32, for each request, the tokens that were sampled after
                 its last token and after each of its drafts.
-            accepted: [num_reqs] int32, the result of ``count``.
+            accepted: [num_reqs] int32, number of accepted drafts of each request.
         """
         num_reqs, num_places = sampled.shape
         if num_reqs == 0:  # no request samples, because all prompts are unfinished
