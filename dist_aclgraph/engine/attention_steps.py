@@ -121,7 +121,7 @@ class AttentionSteps:
     def _of_padded(
         self, graph: BatchDescriptor, inputs: DeviceStep, kv_len: int
     ) -> AttentionMetadata:
-        """Return the metadata of a decode graph whose lengths never change; see ``of_graph``."""
+        """Return a decode graph's metadata if its lengths are never updated; see ``of_graph``."""
         n = graph.num_tokens
         index = torch.arange(kv_len, dtype=torch.int32, device=self._npu.device)
         hidden = index > inputs.positions.view(n, 1)

@@ -188,7 +188,7 @@ class TaskUpdates:
 
     def before_replay(self, main_stream: Any, update_stream: Any, lens: Lens) -> None:
         """If the lengths that were sent ahead differ from the replay's lengths ``lens``, reset the
-        events of the tasks that have them.
+        events of the tasks that have the wrong lengths.
         """
         if self._num_open == 0 or lens == self._open_lens:
             return
@@ -227,8 +227,7 @@ class TaskUpdates:
 
     def forget(self, main_stream: Any) -> None:
         """Call this after an abort of the device, which has also dropped updates and replays. After
-        this call, no task has lengths, and no task waits with a recorded event. The graph's events
-        are reset on ``main_stream``.
+        this call, no task has lengths. The graph's events are reset on ``main_stream``.
         """
         for task in self._tasks:
             task.forget(main_stream)

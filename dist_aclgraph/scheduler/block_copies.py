@@ -322,7 +322,7 @@ class BlockCopies:
     # ---- jobs that use only files
 
     def _delete_condemned(self) -> None:
-        """Begin to delete the files that ``condemn`` has marked, except of blocks being copied."""
+        """Begin to delete files that ``condemn`` has marked, except of blocks being copied."""
         copied = (copy for copy in self._running.values() if copy.kind in ("save", "load"))
         hashes = self._upkeep.take_condemned({each for copy in copied for each in copy.hashes})
         if hashes:

@@ -71,7 +71,7 @@ class FileUpkeep:
         """
         for block_hash in hashes:
             if not self._condemned.get(block_hash):
-                continue  # Since the job began, the file was marked again.
+                continue  # The file was marked for deletion again during the job.
             if is_done:
                 del self._condemned[block_hash]
             else:

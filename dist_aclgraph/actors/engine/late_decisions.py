@@ -42,9 +42,8 @@ class LateDecisions:
         return min(MAX_DELAY_S, max(0.0, spare_s - max(LEAST_SPARE_S, SPARE_PART * spare_s)))
 
     def note(self, ended: StepPlan, delayed_s: float, waited_s: float) -> None:
-        """Update the time for which a decision may wait, from the step ``ended``. The time of this
-        step's kind is updated. To be called when this step has ended and the next step is in
-        flight.
+        """Learn from the finished step ``ended`` how long the next decision may wait while a step
+        of its kind runs. To be called when the next step is in flight.
 
         Args:
             delayed_s: how many seconds the decision of the next step waited.
