@@ -38,7 +38,7 @@ State = Literal["free", "on device", "in files"]
 
 @dataclass
 class _Piece:
-    """A part of a copy job. Its blocks fit in one slot."""
+    """A part of a copy job. The blocks of this part fit in one ``_Slot``."""
 
     number: int
     index: int  # position among the pieces of the job
@@ -50,7 +50,9 @@ class _Piece:
 
 @dataclass
 class _Upkeep:
-    """A job that deletes or touches files, without using the device."""
+    """A job that deletes files or updates their times of last use ("touches" them), without using
+    the device.
+    """
 
     number: int
     kind: JobKind
@@ -301,9 +303,10 @@ class BlockCopier:
     def _keep_up(self, work: _Upkeep) -> bool:
         """Continue a job that deletes or touches files; return whether the job has ended.
 
-        A job that touches files pauses while other work waits, because requests may wait for that
-        work. A job that deletes files does not pause, because a later job could write the same
-        blocks again, and the paused job would then delete the new files.
+        A job that touches files (updates their times of last use) pauses while other work waits,
+        because requests may wait for that work. A job that deletes files does not pause, because a
+        later job could write the same blocks again, and the paused job would then delete the new
+        files.
         """
         while work.files:
             block_hash, depth = work.files.popleft()
@@ -347,14 +350,14 @@ class BlockCopier:
                 slot.piece, slot.state = None, "free"
 
     def end_files(self, timeout_s: float) -> bool:
-        """Tell the thread to end after the queued work; return whether the thread has ended within
-        ``timeout_s``.
+        """Tell the thread that reads and writes files to end after its queued work. Return whether
+        the thread has ended within ``timeout_s``.
         """
         self._for_files.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Drop all copy jobs, and tell the thread to end."""
+        """Drop all copy jobs, and tell the file thread to end."""
         self.forget()
         self._for_files.put(None)

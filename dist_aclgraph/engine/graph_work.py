@@ -60,7 +60,9 @@ class GraphWork:
 
     @property
     def tokens(self) -> TokenTable:
-        """The table with the tokens to which references refer."""
+        """The table that replaces references, which are negative token ids, by the tokens of
+        earlier steps.
+        """
         tokens = self.buffers.tokens if self.drafts is None else self.drafts.tokens
         assert tokens is not None
         return tokens
@@ -143,8 +145,8 @@ class GraphWork:
     def run_pieces(
         self, graph: BatchDescriptor, metadata: AttentionMetadata, run: RunSegment
     ) -> Tensor:
-        """Run the decoder piecewise: the segments run on the static inputs, attention runs on the
-        live tokens.
+        """Run the decoder piecewise: the segments run on the static inputs, attention runs only on
+        live tokens, which are tokens that are not padding.
 
         Returns:
             [bucket, hidden].

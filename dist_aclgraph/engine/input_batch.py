@@ -63,7 +63,7 @@ class InputBatch:
                 them.
         """
         self._place = place
-        # The device has one row more than the host: a spare row.
+        # The device has one row more than the host: a spare row, for padding requests.
         self.references = References(num_latest, num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
         # ``_sample_of``: for each row, the index of its sample in the last step that sampled the
@@ -129,7 +129,8 @@ class InputBatch:
         """Return the inputs of a step: the scheduled tokens that this rank runs.
 
         Args:
-            records: [num_reqs, 4] as in ``RankBatch.scheduled``.
+            records: [num_reqs, 4], for each request: row, num_computed_tokens,
+                num_scheduled_tokens, num_logits.
             moves: whether only the device knows the positions of requests with tokens in flight,
                 because the numbers of their accepted drafts are not on the host yet.
         """
@@ -239,7 +240,8 @@ class InputBatch:
         """Return [num_reqs] booleans: true for a request whose last token is not on the host yet.
 
         Args:
-            records: [num_reqs, 4] as in ``RankBatch.scheduled``.
+            records: [num_reqs, 4], for each request: row, num_computed_tokens,
+                num_scheduled_tokens, num_logits.
         """
         is_in_flight: npt.NDArray[np.bool_] = records[:, 1] >= self.num_tokens[records[:, 0]]
         return is_in_flight

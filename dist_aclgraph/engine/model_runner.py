@@ -250,7 +250,7 @@ class ModelRunner:
         self._watch.on_lap = note
 
     def _tokens_at(self, references: IntArray) -> Tensor:
-        """Return the tokens for which the references stand, [n] int32."""
+        """Return the tokens on the device for which the references stand, [n] int32."""
         return self._work.tokens.fill_in(self._npu.upload(references))
 
     # ---- graphs
@@ -424,7 +424,7 @@ class ModelRunner:
             self._copier.end_files(timeout_s)
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Send guessed request lengths of the next step until ``is_wanted_elsewhere`` is true."""
+        """Send guessed KV lengths of the next step to graphs until ``is_wanted_elsewhere()``."""
         with translated("sending lengths ahead"):
             self._replays.send_ahead(is_wanted_elsewhere)
 

@@ -31,8 +31,8 @@ class Sampled:
     """The queued work of a step, without its drafts.
 
     Attributes:
-        tokens: [num_samples * (k + 1)] int32, the sampled token of each place.
-        best: [num_samples * (k + 1)], the greatest logit of each place.
+        tokens: [num_samples * (k + 1)] int32, the sampled tokens.
+        best: [num_samples * (k + 1)], for each sampled token, the greatest of its logits.
         accepted: [num_samples] int32, number of accepted drafts of each request; None if the
             deployment uses no drafts.
         span: measures the replays of a full graph; None if replays are not measured.
@@ -146,7 +146,8 @@ class StepsInFlight:
         them.
 
         Args:
-            records: [num_reqs, 4] as in ``RankBatch.scheduled``.
+            records: [num_reqs, 4], for each request: row, num_computed_tokens,
+                num_scheduled_tokens, num_logits.
 
         Returns:
             [num_reqs]: for each request whose last token was not yet on the host, the number of

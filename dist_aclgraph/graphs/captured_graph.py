@@ -15,7 +15,7 @@ Forward = Callable[[TaskRecorder | None], None]
 
 
 class CapturedGraph:
-    """Owns an NPU graph, its task handles and its events.
+    """Owns an NPU graph, and the task handles and the events of its attention operators.
 
     The inputs of a replay must have as many rows and tokens as the inputs of the capture. The
     inputs of a replay must be in the buffers whose addresses the graph contains. All other inputs
@@ -23,7 +23,8 @@ class CapturedGraph:
 
     Attributes:
         graph: torch_npu's graph.
-        updates: sends lengths to the attention tasks, before and after a replay.
+        updates: sends lengths to the captured attention operators (tasks), before and after a
+            replay.
     """
 
     def __init__(
@@ -58,9 +59,9 @@ class CapturedGraph:
 
         Args:
             addresses: addresses of the buffers that contain the step's inputs.
-            lens: the step's lengths, padding included. If lengths were sent ahead, the later call
-                of ``after_replay`` must have these lengths. Otherwise, the call can have other
-                lengths.
+            lens: the step's lengths, padding included. If tasks already have these lengths, because
+                they were sent before the replay, the later call of ``after_replay`` must have the
+                same lengths. Otherwise, that call can have other lengths.
 
         Raises:
             ReplayMismatchError: the inputs do not fit the capture; nothing was queued.
@@ -83,8 +84,8 @@ class CapturedGraph:
         self.graph.replay()
 
     def release(self) -> None:
-        """Release the graph's streams and memory, and return its events to the pool, where the next
-        capture finds them.
+        """Release the graph's streams and memory, and return its events to ``EventPool``, so that
+        the next capture can use the events.
         """
         tasks = self._recorder.tasks
         self._recording.forget(self.graph)

@@ -63,7 +63,7 @@ class UpdatableTask:
 
     def open(self, stream: Any, lens: Lens) -> None:
         """Send the lengths ``lens`` if the task does not have them already, and record the task's
-        event.
+        event, so that the replay continues after it.
 
         ``stream`` must be current.
         """
@@ -96,7 +96,9 @@ class UpdatableTask:
         self.event.record(stream)
 
     def forget(self, stream: Any) -> None:
-        """Drop the lengths of the task, and reset the task's event on ``stream``."""
+        """Drop the lengths that were sent to the task last, and reset the task's event on
+        ``stream``.
+        """
         for name in (self.operator.kv_lens, self.operator.query_ends):
             # No step has lengths of -1, so the next step will send its own lengths.
             self.arguments[name] = [-1] * len(self.arguments[name])
@@ -185,7 +187,9 @@ class TaskUpdates:
         self._closed: Any = npu.runtime().Event()
 
     def before_replay(self, main_stream: Any, update_stream: Any, lens: Lens) -> None:
-        """Close the open tasks, if their lengths differ from the replay's lengths."""
+        """If the lengths that were sent ahead differ from the replay's lengths ``lens``, reset the
+        events of the tasks that have the wrong lengths.
+        """
         if self._num_open == 0 or lens == self._open_lens:
             return
         for task in self._tasks[: self._num_open]:
@@ -202,7 +206,8 @@ class TaskUpdates:
         lens: Lens,
         between: Callable[[], None] = lambda: None,
     ) -> int:
-        """Open the remaining tasks for the queued replay; return the number of these tasks.
+        """Send the lengths to all tasks of the queued replay that did not get them ahead of the
+        replay, and record the events of these tasks. Return the number of these tasks.
 
         The host does not wait for the device.
 
@@ -222,8 +227,7 @@ class TaskUpdates:
 
     def forget(self, main_stream: Any) -> None:
         """Call this after an abort of the device, which has also dropped updates and replays. After
-        this call, all tasks are closed and have no lengths. The graph's events are reset on
-        ``main_stream``.
+        this call, no task has lengths. The graph's events are reset on ``main_stream``.
         """
         for task in self._tasks:
             task.forget(main_stream)
@@ -236,8 +240,8 @@ class TaskUpdates:
         lens: Lens,
         is_wanted_elsewhere: Callable[[], bool],
     ) -> None:
-        """Open tasks for the next replay, one after another, until all are open or the host has
-        other work.
+        """Send guessed lengths of the next replay to one task after another, and record the tasks'
+        events, until all tasks have lengths or the host has other work.
 
         If the host had other work, a later call with the same lengths continues with the next task.
         """

@@ -130,8 +130,9 @@ class GroupFiles:
 
     @property
     def servers(self) -> list[int]:
-        """The first worker on each node except the engine's node, in the order of ``nodes``. With
-        ``only_workers``, the first worker on each node.
+        """The workers that send files to other groups: the first worker on each node except the
+        engine's node, in the order of ``nodes``. With ``only_workers``, the first worker on each
+        node.
         """
         return [self.node_ids.index(node_id) for node_id in self._nodes_of_workers]
 
@@ -141,9 +142,9 @@ class GroupFiles:
         return self.nodes if self.only_workers else self.nodes[1:]
 
     def places_beside(self, rank: int) -> tuple[CachePlace, ...]:
-        """Return the places of all workers that are on the same node as the worker ``rank``, and
-        have the same data-parallel rank. The places are in the order of ``CachePlace.all_places``,
-        without duplicates.
+        """Return the parts of the cache that the worker ``rank`` and the other workers of its
+        data-parallel rank on the same node keep. The parts are in the order of
+        ``CachePlace.all_places``, without duplicates.
         """
         ranks, size = self.ranks_of(rank // len(self.places)), len(self.places)
         there = {self.places[r % size] for r in ranks if self.node_ids[r] == self.node_ids[rank]}
@@ -151,7 +152,7 @@ class GroupFiles:
 
     @property
     def holders(self) -> tuple[Holders, ...]:
-        """For each data-parallel rank, the nodes that have its files. Equal holders are listed
+        """For each data-parallel rank, the nodes that have its files. Equal elements are listed
         once.
         """
         return tuple(dict.fromkeys(self._holders(dp_rank) for dp_rank in range(self.num_dp)))
@@ -208,7 +209,7 @@ def routes(
         if any((place.rank, place.num_ranks) == (r.rank, r.num_ranks) for r in readers)
     ]
     if not blocks or (source.has_state and not states):
-        return []  # the readers could not use the files
+        return []  # the readers need other parts of the cache
 
     def choose(nodes: Nodes) -> int | None:
         first = turn % len(nodes)

@@ -75,7 +75,7 @@ class CachePlace:
     def of(
         cls, config: Config, facts: ModelFacts, tp_rank: int = 0, dcp_rank: int = 0
     ) -> CachePlace | None:
-        """Return the place of a worker; None if no copies of KV are kept."""
+        """Return the part of the cache that a worker keeps; None if no copies of KV are kept."""
         if not config.kv.keeps_copies:
             return None
         parallel = config.parallel
@@ -94,21 +94,23 @@ class CachePlace:
 
     @property
     def all_places(self) -> list[CachePlace]:
-        """The places of the data-parallel rank's workers: one place for each different part of the
-        blocks.
+        """The different parts of the blocks that the data-parallel rank's workers keep, each part
+        once.
         """
         parts = product(range(self.num_heads), range(self.num_shards))
         return [replace(self, heads=heads, shard=shard) for heads, shard in parts]
 
     @property
     def all_state_places(self) -> list[CachePlace]:
-        """The places of all workers of the data-parallel rank; empty without recurrent state."""
+        """The parts of the recurrent states that the data-parallel rank's workers keep, one part
+        for each tensor parallel rank; empty without recurrent state.
+        """
         ranks = range(self.num_ranks if self.has_state else 0)
         return [replace(self, rank=rank) for rank in ranks]
 
     @property
     def folder(self) -> str:
-        """Name of the folder for blocks of this place."""
+        """Name of the folder for this worker's part of the blocks."""
         return (
             f"heads-{self.heads}-of-{self.num_heads}-shard-{self.shard}-of-{self.num_shards}"
             f"-by-{self.interleave}"
@@ -123,7 +125,7 @@ class CachePlace:
 
     @property
     def state_folder(self) -> str:
-        """Name of the folder for recurrent states of this place."""
+        """Name of the folder for this worker's part of the recurrent states."""
         return f"states-{self.rank}-of-{self.num_ranks}"
 
 
@@ -165,8 +167,8 @@ class KVTiers:
         """Return the tiers for KV blocks, as the configuration describes them.
 
         Args:
-            identity: see ``cache_identity``. If ``identity`` is "", this method computes the
-                identity from the model's files.
+            identity: name of the cache's contents (``cache_identity``). If ``identity`` is "", this
+                method computes the name from the model's files.
 
         Raises:
             ConfigError: a folder cannot be made, or is too small.
@@ -291,7 +293,7 @@ class KVTiers:
         names.
 
         Args:
-            only: see ``has``.
+            only: name of a tier; if it is set, the other tiers are left out.
         """
         tiers = self._by_name.items()
         return {name: tier.num_bytes() for name, tier in tiers if name == (only or name)}
@@ -332,7 +334,7 @@ class HostCopies:
             self._lock = self._enter()
 
     def _enter(self) -> int:
-        """Make the folder, and take a shared lock on its lock file; return the descriptor."""
+        """Make the folder, and lock its lock file (shared); return the descriptor of that file."""
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
         while True:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -115,9 +115,10 @@ def candidate_families(config: Config) -> tuple[GraphFamily, ...]:
 def asked_sizes(
     mode: str, decode: Sequence[int], mixed: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the keys of the configuration's section ``graph`` that request these sizes.
+    """Return the keys of the configuration's section ``graph`` with which a user requests the sizes
+    ``decode`` and ``mixed``.
 
-    Keys that the mode does not use are omitted.
+    Keys that the graph mode ``mode`` does not use are omitted.
     """
     if mode == "FULL_AND_PIECEWISE":
         return {"sizes": tuple(decode), "mixed_sizes": tuple(mixed)}

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from dist_aclgraph.planning.buckets import pad_to_bucket
 
-# A cost is treated as lower than another cost only if it is below NO_GAIN times the other cost. The
-# reason is that rounding errors can make equal costs differ.
+# Rounding errors can make equal costs differ. So a cost is treated as lower than another cost only
+# if it is below NO_GAIN times the other cost.
 NO_GAIN = 1 - 1e-9
 FloatArray = npt.NDArray[np.float64]
 
@@ -61,7 +61,7 @@ def choices(
 
     Args:
         sizes: the sizes that may be chosen, in ascending order.
-        weights: for each number of live tokens, how often this number occurs.
+        weights: for each number of tokens without padding, how often batches have this number.
         costs: for each size, the cost of one step. All costs have the same unit.
     """
     up_to = _weight_up_to(sizes, weights)

@@ -41,8 +41,8 @@ class GraphDispatcher:
         self.misses: Counter[MissReason] = Counter()
         self.live_tokens = 0  # number of tokens of replayed batches, without padding
         self._step = 0
-        # The keys are numbers of live tokens. The value is the number of steps with this number of
-        # tokens since the last call of ``take_traffic``.
+        # The keys are numbers of tokens without padding. The value is the number of steps with this
+        # number of tokens since the last call of ``take_traffic``.
         self._decode_seen: Counter[int] = Counter()
         self._mixed_seen: Counter[int] = Counter()
         self._make_tables()

@@ -245,7 +245,7 @@ class EagerStep(NamedTuple):
 
     Attributes:
         num_tokens: number of tokens that the rank runs.
-        num_direct: number of these tokens that attend directly, which means through the block
+        num_direct: number of tokens for which attention reads the cache directly, through the block
             table. Each of these tokens is a separate row for attention.
     """
 
@@ -254,8 +254,8 @@ class EagerStep(NamedTuple):
 
 
 def largest_eager_step(config: Config) -> EagerStep:
-    """Return the largest step. In context parallelism, a rank runs all tokens of short requests,
-    and its chunks of long requests.
+    """Return the largest eager step of a rank. In context parallelism, a rank runs all tokens of
+    short requests, but only two chunks of each long request.
     """
     limits, pcp = config.scheduler, config.parallel.pcp
     direct = min(limits.max_num_batched_tokens, limits.max_num_seqs * MAX_WHOLE_QUERIES)

@@ -1,5 +1,5 @@
-"""Chooses, from the offers of all ranks, one set of graphs that every rank can capture. All
-functions are pure.
+"""Chooses, from the resources that all ranks offer for graphs, one set of graphs that every rank
+can capture. All functions are pure.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NAMED_RANKS = 8
 
 @dataclass(frozen=True)
 class RankLimit:
-    """The limit of a resource on the rank that has the least of this resource.
+    """A limit on the number of buckets, on the rank where the limited resource is scarcest.
 
     ``owner`` names the rank with this limit, or the group if the limit is the same for all ranks.
     """
@@ -168,7 +168,7 @@ def tightest_limits(
 
 
 def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
-    """Yield additional limits, which failed captures have shown."""
+    """Yield the limits on the number of buckets that earlier, failed captures have shown."""
     for index, family in enumerate(families):
         if family.max_buckets is not None:
             prices = tuple(int(i == index) for i in range(len(families)))
@@ -262,8 +262,8 @@ def fit_memory(
     offers: Sequence[StreamOffer],
     budget_model: BudgetModel,
 ) -> tuple[list[GraphFamily], list[str]]:
-    """Remove the sizes that need more memory than a rank offers. Return the families without these
-    sizes, and the reasons for removing them.
+    """Remove the sizes that need more memory than some rank offers for graphs. Return the families
+    without these sizes, and the reasons for removing them.
     """
     fitting, reasons, lacking = [], [], []
     for family in families:

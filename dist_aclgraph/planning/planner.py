@@ -1,7 +1,7 @@
-"""Planner: computes a deployment's graph plans from its configuration, its model and the offers of
-its ranks.
+"""Planner: computes a deployment's graph plans from its configuration, its model, and the resources
+that its ranks offer for graphs.
 
-In a deployment, the ranks send their offers to the controller. The commands ``plan`` and
+In a deployment, the ranks send these offers to the controller. The commands ``plan`` and
 ``simulate`` run without ranks, so they assume offers.
 """
 

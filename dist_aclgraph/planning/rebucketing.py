@@ -60,7 +60,8 @@ def choose_again(
 
     Args:
         step_seconds: for each graph, the measured time of a step that replays it, in seconds.
-        offers, families: see ``propose``.
+        offers: the offers from which ``plan`` was chosen.
+        families: the families of graphs, with all sizes that may be captured.
     """
     offers = [_timed(offer, step_seconds) for offer in offers]
     better = propose(
@@ -81,9 +82,9 @@ def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) ->
     """Return the offer with the times of steps as additional probes. Prices still come from the
     first probes.
 
-    A kind of graph gets additional probes only if it already has a probe. An additional probe
-    contains a time, but 0 streams and 0 bytes. If an additional probe were the first probe of its
-    kind, the kind's price would be 0.
+    A probe is a measured cost of one bucket. A kind of graph gets additional probes only if it
+    already has a probe. An additional probe contains a time, but 0 streams and 0 bytes. If an
+    additional probe were the first probe of its kind, the kind's price would be 0.
     """
     probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}
     times = (

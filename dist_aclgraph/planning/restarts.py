@@ -108,8 +108,8 @@ class StartLimit:
     """Computes a time limit for starting a group's processes, from the durations of earlier starts.
 
     Ray does not report the death of a process that has not registered with Ray yet. So only a time
-    limit detects such a death. The limit doubles after each start that exceeds it, because the
-    cause may also be a busy machine.
+    limit detects such a death. The limit doubles after each start that exceeds it, because a busy
+    machine can also make a start slow.
 
     Attributes:
         slowest_s: duration of the slowest earlier start, in seconds; None if no start has

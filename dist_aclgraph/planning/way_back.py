@@ -23,14 +23,14 @@ Way = Literal["RESUME", "RECOMPUTE", "REJOIN", "REBUILD"]
 SOUND_STEPS = 100
 
 # For each kind of fault, the maximum number of consecutive times that a group is resumed; 0 means
-# never. If a failure follows soon after the group was resumed, the cause of the earlier failure
-# still exists.
+# never. If a failure follows soon after the group was resumed, the fault that caused the earlier
+# failure still exists.
 TRIES: dict[DeviceFault, int] = {
-    # The peers of a failed rank report this fault, so the limit of this fault must not be below the
-    # limit of the failed rank's own fault.
+    # The peers of a failed rank report "stopped", so this limit must not be below the limit of the
+    # failed rank's own fault.
     "stopped": 2,
     "link": 2,  # a link may fail only for a moment, and work again afterwards
-    "remote": 1,  # The peers report the cause.
+    "remote": 1,  # The rank's peers report the underlying fault.
     "retry": 1,
     "suspect": 1,
     "operator": 1,  # if the failure happens again, its cause is the operator's input or the chip

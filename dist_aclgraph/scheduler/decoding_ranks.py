@@ -19,7 +19,7 @@ from dist_aclgraph.scheduler.rows import Places
 def land_decoding(
     rows: GroupRows, ranks: Sequence[RankScheduler], brought: Sequence[NewTokens]
 ) -> tuple[Sequence[RankScheduler], list[StepOutputs]]:
-    """Apply the results of the oldest step to each rank on which every request decodes.
+    """Apply the results of the oldest step in flight, on each rank on which every request decodes.
 
     Args:
         brought: the results of each rank.

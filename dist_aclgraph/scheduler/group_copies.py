@@ -93,8 +93,7 @@ class GroupCopies:
         return self.ranks[request.dp_rank].have_ended(request.hashes)
 
     def stop_fetching(self, dp_rank: int) -> int:
-        """Let no request wait for a data-parallel rank's copy jobs. This state ends when one of
-        these jobs ends.
+        """Until one of a data-parallel rank's copy jobs ends, let no request wait for its jobs.
 
         Returns how many requests were waiting for copy jobs that read their blocks.
         """

@@ -1,9 +1,9 @@
 """NodeLookUps: lets workers look up files on nodes other than the engine's node.
 
 The workers of a data-parallel rank can be on several nodes, and each node has only the files of its
-own workers. On each node except the engine's node, one worker looks up the files. If the request
-has a source, the worker also fetches missing files. The engine sends these look-ups in its messages
-about copy jobs.
+own workers. On each node except the engine's node, one worker looks up the files. If another group
+has computed the request's blocks, the worker also fetches missing files from that group. The engine
+sends these look-ups in its messages about copy jobs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dist_aclgraph.steps.copies import CopyJob
 
 @dataclass
 class _LookUp:
-    """A look-up that runs.
+    """A running look-up of block files on nodes other than the engine's node.
 
     Attributes:
         waits_for: the workers that have not answered yet.
@@ -71,8 +71,8 @@ class NodeLookUps:
     def begin(
         self, number: int, hashes: Sequence[BlockHash], first: int, source: Source | None
     ) -> tuple[CopyJob, Answer[int]]:
-        """Begin a look-up. Return the job for the workers, and a function that returns the answer:
-        how many leading blocks all nodes have, including the ``first`` cached blocks.
+        """Begin a look-up. Return the job for the workers, and a function that returns how many
+        leading blocks all nodes have, including the ``first`` cached blocks.
         """
         found = _LookUp(set(self._finders), len(hashes), source)
         self._running[number] = found
@@ -96,8 +96,8 @@ class NodeLookUps:
         return True
 
     def take_cancelled(self) -> list[CopyJob]:
-        """Drop the look-ups that have a source and whose requests have ended. Return the jobs with
-        which workers end these look-ups and their fetches.
+        """Drop the look-ups that also fetch blocks, if their requests do not wait for the blocks
+        any longer. Return the jobs with which workers end these look-ups and their fetches.
         """
         sources = [(number, found.source) for number, found in self._running.items()]
         cancelled = [n for n, source in sources if source is not None and not source.is_wanted()]
@@ -116,7 +116,7 @@ class NodeLookUps:
 
 
 def smallest(answers: Sequence[Answer[int]]) -> int | None:
-    """Return the smallest result of several answers; None as long as a result is unknown."""
+    """Return the smallest result of several look-ups; None until all look-ups have ended."""
     found = [answer() for answer in answers]
     known = [count for count in found if count is not None]
     return min(known) if len(known) == len(found) else None

@@ -76,8 +76,8 @@ class Prefixes:
         return bool(wanted) and copies.load(request, shared, wanted)
 
     def checkpoint_after(self, request: Request, shared: Sequence[int]) -> tuple[int, ...]:
-        """Return the checkpoint after the blocks that ``match`` has found; empty if no checkpoint
-        is needed.
+        """Return the number of the checkpoint after the cached blocks ``shared``. The result is
+        empty if there are no such blocks, or if the model has no recurrent state.
         """
         if self._pool.checkpoints is None or not shared:
             return ()
@@ -93,8 +93,8 @@ class Prefixes:
         for index in np.arange(len(rows))[indices][is_full].tolist():
             rows.settle(index)
             request = rows.requests[index]
-            # A request can end before the last draft that its step accepted. Tokens after the end
-            # are dropped.
+            # A request can end at one of the drafts that its step accepted. All later tokens are
+            # dropped.
             num_kept = min(int(rows.computed[index] - rows.flying[index]), len(request.tokens))
             num_full = num_kept // size
             if self._pool.prefix_cache and not request.is_suspect:

@@ -84,7 +84,7 @@ class RankScheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._changes = RowChanges(index, rows)
         self._ends = RequestEnds()
-        self._steady: RankStep | None = None  # the last step, if the next step may repeat it
+        self._steady: RankStep | None = None  # last step, if the next may have the same requests
         # The builder of quiet steps; None after a step of another kind. A quiet step decodes the
         # same requests as the previous step, and runs nothing else.
         self._quiet_builder: StepBuilder | None = None
@@ -219,7 +219,7 @@ class RankScheduler:
         )
 
     def start(self, builder: StepBuilder, request: Request, shared: Sequence[int]) -> bool:
-        """Start a waiting request with the cached blocks that ``match`` found.
+        """Start a waiting request with ``shared``, the cached blocks of its prefix.
 
         The blocks for all known tokens are allocated now, so that no half-computed prompt lacks
         blocks. Returns False if too few blocks are free.
@@ -316,7 +316,7 @@ class RankScheduler:
         return victims
 
     def leave_out(self) -> RankStep:
-        """Return the only step in flight, without its requests that were removed meanwhile.
+        """Return the only step in flight, without requests that were removed after the decision.
 
         When the step runs again, the step must not write the blocks of removed requests, which may
         now be in the prefix cache.
@@ -340,8 +340,8 @@ class RankScheduler:
     def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor, max_len: int) -> bool:
         """Return whether a full graph's padding fits in the block table and in the cache.
 
-        All padding uses the dummy block. But attention on CANN 8.5 counts a shared block once for
-        each use (see ``counts_shared`` of ``BlockPool``).
+        All padding uses the dummy block. If attention counts each use of a block against the
+        cache's size (``BlockPool``, ``counts_shared``), the padding must also fit in the cache.
 
         Args:
             max_len: maximum length of a request; a row of the block table has room for it.
@@ -392,12 +392,12 @@ class RankScheduler:
         """Let requests wait for their grammars. Return the requests that lose their rows, and these
         rows.
 
-        If the oldest step has sampled a request without a mask, the request is removed from all
+        If the oldest step has sampled a request without its grammar's mask, it is removed from all
         steps in flight, and does not run until all ranks have compiled its grammar. If the model
         has recurrent state, the request loses its row, because its last tokens must run again.
 
         Args:
-            unmasked: requests without a mask, as indices among the step's sampled requests.
+            unmasked: requests sampled without a mask, as indices among the sampled requests.
             compiling: rows whose grammars are not compiled on every rank.
         """
         rows = self.rows
@@ -446,7 +446,7 @@ class RankScheduler:
         return int(is_held.sum())
 
     def advance(self, new: NewTokens) -> tuple[StepOutputs, list[Request]]:
-        """Apply the results of the oldest step; return the new tokens and the finished requests."""
+        """Apply the oldest step's results; return the new tokens and the finished requests."""
         flight = self._flights.popleft()
         rows, indices, records = self.rows, flight.indices, flight.step.records
         if new.prompts or new.embeddings:
@@ -507,7 +507,7 @@ class RankScheduler:
 
         Args:
             appended: [num_requests, 2], row and token id of each request.
-            margin: the smallest margin of all requests, if no block is full.
+            margin: the smallest value of ``Columns.margins``, if no block is full.
             has_full: whether at least one request has filled a block.
         """
         flight = self._flights.popleft()
@@ -537,7 +537,7 @@ class RankScheduler:
         return self._steady is not None and self._margin >= self._decode_len
 
     def _measure_margin(self) -> int:
-        """Return the smallest margin of all requests; see ``Columns.margins``."""
+        """Return the smallest value of ``Columns.margins`` of all requests."""
         return int(self.rows.margins().min()) if len(self.rows) else 0
 
     # ---- requests that leave
@@ -588,7 +588,7 @@ class RankScheduler:
 def _still_there(
     indices: Places, records: IntArray, new: NewTokens
 ) -> tuple[Places, IntArray, NewTokens]:
-    """Return a step's parts without the requests that were removed after the decision."""
+    """Return the arguments without the requests that were removed after the step's decision."""
     is_there = indices >= 0
     samples = records[:, 3] > 0
     counts = np.ones(int(samples.sum()), np.int32) if new.counts is None else new.counts

@@ -196,7 +196,9 @@ class StepBuilder:
         return self.decoding is EVERY and not self.chunks
 
     def build(self) -> RankStep:
-        """Return the step. The prompts that are served first get the unused part of the budget."""
+        """Return the step. Chunks of the prompts that are served first get the unused tokens of
+        ``budget``.
+        """
         # In decode steps, the requests that are sampled come first, because a graph samples the
         # first requests of its batch.
         if self.kind == "decode":
@@ -238,7 +240,8 @@ class RankStep:
 
     Attributes:
         indices: [num_reqs], indices among the running requests at the time of the decision.
-        records: [num_reqs, 4], as in ``RankBatch.scheduled``.
+        records: [num_reqs, 4], for each request: row, num_computed_tokens, num_scheduled_tokens,
+            num_logits.
         num_decoding: number of requests that decode. Decoding requests are the first requests of
             the step.
         decode_len: number of tokens of a request that decodes: its last token and its drafts.
@@ -393,7 +396,8 @@ class Flight:
         """Update ``indices`` after some running requests were removed.
 
         Args:
-            moves: the result of ``RunningRows.remove``.
+            moves: for each earlier index of a running request, its new index; -1 if the request was
+                removed (``RunningRows.remove``).
         """
         places = self.places
         self.indices = np.where(places < 0, -1, moves[places])

@@ -148,7 +148,7 @@ class Request:
         self.fetch: FetchBlocks | None = None
         self.source: Source | None = None
         self.is_over = False
-        self.tries_grammar = False  # see ``RankScheduler.free_held``
+        self.tries_grammar = False  # whether it runs before its grammar is known to be compiled
         self.is_suspect = False
         self.max_total_tokens = 0
         self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens

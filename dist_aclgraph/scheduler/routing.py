@@ -3,8 +3,8 @@ cached, and on the work that waits at the groups.
 
 An ingress does not see the caches of the groups. For each group, the ingress remembers the prefixes
 that it has sent to the group, up to the size of the group's cache. For each group, the replicas of
-the
-ingress send each other only one number: how many tokens of their own requests wait at the group.
+the ingress send each other only one number: how many tokens of their own requests wait at the
+group.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dist_aclgraph.arrays.ints import INT_BYTES
 from dist_aclgraph.kv.block_pool import hash_block, salted_root
 from dist_aclgraph.kv.checkpoints import BlockHash
 
-# For each open request, the router counts this number of waiting tokens, plus the tokens of the
-# request's prompt that are not computed yet. The reason is that the request runs in every step
-# until its end.
+# For each open request, the router counts this number of waiting tokens, because the request runs
+# in every step until its end. The router adds the tokens of the request's prompt that are not
+# computed yet.
 REQUEST_TOKENS = 64
 # The weight of a cached token. The weight is 2, because a cached token saves time for its request,
 # and also for the requests that wait behind this request.

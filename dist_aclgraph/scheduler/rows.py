@@ -21,7 +21,7 @@ Indices = Places | slice
 EVERY = slice(None)
 
 NUM_COLUMNS = 15
-# Values of the column ``held``.
+# Values of the column ``held`` of ``Columns``.
 WAITS, TRIES = 1, 2
 # Columns that change at the same time are next to each other, so that one operation changes all of
 # them. When a step is decided, the columns from ``computed`` to ``slack`` change. When the tokens
@@ -49,7 +49,8 @@ class StepChanges(NamedTuple):
 
 
 class Columns:
-    """Gives names to the columns of one rank, or of several ranks.
+    """Gives names to the columns of integers that describe the running requests of one rank, or of
+    several ranks.
 
     ``computed`` and ``known`` include the tokens of steps in flight, as if these steps accepted no
     drafts. When the steps end, accepted drafts increase both numbers, by at most ``slack``.
@@ -118,7 +119,8 @@ class Columns:
 
 
 class RunningRows(Columns):
-    """The columns of one rank. The requests are in the order in which they were admitted.
+    """The columns of integers that describe the running requests of one rank. The requests are in
+    the order in which they were admitted.
 
     Args:
         columns: [NUM_COLUMNS, capacity], this rank's part of the group's columns.
@@ -207,7 +209,8 @@ class RunningRows(Columns):
         """Add the changes of a decided step to the columns, as if the step accepted no drafts.
 
         Args:
-            records: [n, 4] as in ``RankBatch.scheduled``, for the requests at ``indices``.
+            records: [n, 4], for each request at ``indices``: row, num_computed_tokens,
+                num_scheduled_tokens, num_logits.
         """
         drafts = np.maximum(records[:, 3] - 1, 0)
         grown = records[:, 2] - drafts
@@ -232,7 +235,7 @@ class RunningRows(Columns):
         known.
 
         Args:
-            indices, records: the arguments of ``take_off`` for this step.
+            indices, records: the arguments with which ``take_off`` was called for this step.
             passed: [n], number of accepted drafts of each request; None means 0 for each.
         """
         drafts = np.maximum(records[:, 3] - 1, 0)

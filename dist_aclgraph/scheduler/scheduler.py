@@ -136,7 +136,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._in_flight: deque[_Decided] = deque()  # oldest first
-        self._is_void = False  # whether the step in flight is void and must run again
+        self._is_void = False  # whether the step in flight has invalid results and must run again
         self.num_reruns = 0
         self.num_non_finite = 0  # number of requests that ended because of NaN or infinite logits
         self.admitted: list[Request] = []  # requests that the last decision started
@@ -187,7 +187,7 @@ class Scheduler:
             )
         if request.request_id in self._requests:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use")
-        # The limit does not apply to requests that will get a row in the next step.
+        # Requests that will get a row in the next step do not count as waiting requests.
         num_waiting = len(self.waiting) - sum(rank.num_free_rows for rank in self.ranks)
         if num_waiting >= self.config.max_waiting and not request.has_output:
             raise QueueFullError(
@@ -283,12 +283,12 @@ class Scheduler:
         """Apply the results of all ranks for the oldest step in flight; return the outputs.
 
         Results of another epoch or step are ignored. If a token was beyond the capacity of the
-        exchange between experts, the results of the step are void, and ``schedule()`` issues the
-        step again. If the logits of a request are NaN or infinite, its blocks might be the cause.
-        So the request waits again, and is computed from its first token in clean blocks that no
-        other request uses. If its logits are NaN or infinite a second time, the request ends. If a
-        rank had not compiled the grammar of a request, the request gets no token, and waits until
-        all ranks have compiled the grammar.
+        exchange between experts, the results of the step are invalid, and ``schedule()`` issues the
+        step again. NaN or infinite logits of a request might come from its KV blocks. So the
+        request waits again, and is computed from its first token in clean blocks that no other
+        request uses. If its logits are NaN or infinite a second time, the request ends. If a rank
+        had not compiled the grammar of a request, the request gets no token, and waits until all
+        ranks have compiled the grammar.
 
         Raises:
             WorkerError: the step failed on a rank, or a result does not have the expected tokens.
@@ -420,7 +420,7 @@ class Scheduler:
                 order = (-len(shared), is_other, busy, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (_, is_other, *_, index), shared in sorted(offers):
-            # A second look-up would not help: the other rank could also be full when it ends.
+            # A second look-up would not help: at its end, the other rank could also be full.
             if not is_other:
                 request.dp_rank = index
                 if self.ranks[index].prefixes.fetch(request, shared):
@@ -469,7 +469,7 @@ class Scheduler:
             for rank, step in zip(self.ranks, steps, strict=True)
         )
 
-    # ---- void steps
+    # ---- steps whose results are invalid
 
     def _is_void_after(self, plan: StepPlan, results: dict[int, StepResult]) -> bool:
         """Store the token counts of experts; return whether an exchange exceeded its capacity."""

@@ -94,8 +94,8 @@ def _plans(
     for mode in OTHER_MODES:
         other = deployment.with_mode(mode)
         if other.config.graph.mode == mode != deployment.config.graph.mode:
-            # The offers of the ranks in ``offers``, but with streams reserved for the lazy graphs
-            # of ``mode``.
+            # The offers of the same ranks as in ``offers``, but with streams reserved for the lazy
+            # graphs of ``mode``.
             asked = [other.offers[offer.rank] for offer in distinct(offers)]
             found = other.planner.negotiate(asked)
             yield f"{mode}, held", other, found.offers, found.plan

@@ -1,5 +1,5 @@
-"""A deployment without devices: computes the offers that its ranks would make, and the resulting
-plan.
+"""A deployment without devices: computes the resources that its ranks would offer for graphs, and
+the resulting plan.
 
 The properties of the devices are assumptions, which ``assumptions`` lists.
 """

@@ -85,7 +85,7 @@ class SimulatedRanks:
 
 @dataclass
 class Counts:
-    """Numbers of events. ``Tally`` counts the steps."""
+    """Numbers of events in a simulated group. Steps are counted by ``Tally``."""
 
     generated_tokens: int = 0
     finished: int = 0
@@ -129,7 +129,7 @@ class SimulatedGroup:
         self._offers = _probed(deployment, distinct(negotiated.offers))
         self._weight = shares_plan_with
         self._history = TrafficHistory(config.graph, 0.0)
-        self._is_unseen = False  # whether any step has run since the last choice of buckets
+        self._is_unseen = False  # whether a step has run since buckets were last chosen
         self.clock_s = 0.0
         self.tally = Tally()
         self.counts = Counts()

@@ -43,7 +43,7 @@ class Routing(Protocol):
 
 
 class FewestOutstanding:
-    """The simpler rule: choose the group with the fewest open requests."""
+    """A simpler rule than the ingress's: choose the group with the fewest open requests."""
 
     def __init__(self) -> None:
         self._group_of: dict[str, str] = {}

@@ -17,7 +17,7 @@ JobKind = Literal["save", "load", "delete", "touch", "find", "cancel"]
 
 
 class CopyJob(msgspec.Struct, frozen=True):
-    """Work on the files of KV blocks and checkpoints.
+    """One job on the files of KV blocks and checkpoints.
 
     Jobs of the kinds "delete", "touch" and "find" have no block ids and no checkpoints.
     """

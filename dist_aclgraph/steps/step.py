@@ -230,17 +230,18 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     drafts. Without drafts, ``counts`` is empty, and each request gets one token. ``expert_tokens``
     is the number of tokens that the rank's experts have computed since the rank started.
     ``num_unplaced`` says how many of the step's tokens were beyond the capacity of the exchange; if
-    it is not zero, the step is void and runs again. ``non_finite`` lists the requests whose tokens
-    are meaningless, because their logits are NaN or infinite. ``failed`` says why requests have
-    failed. ``unmasked`` lists the requests whose tokens are meaningless, because this rank had not
-    compiled their grammars yet. ``compiling`` lists the rows whose grammars this rank is compiling.
-    ``embeddings`` contains the embedding of each request that asks for one, float32 [hidden]: the
-    hidden state after the final norm. ``waited_us`` says how long the worker waited for this result
-    after enough work of the next step was queued; 0 if no further step was queued. If the worker
-    measures its host time, ``timings_us`` contains the host's time in each stage, from the plan's
-    arrival to the result. ``overlapped_us`` contains the host's time for work that delays no step:
-    work while the device is busy, and work between two steps. ``counted`` contains the number and
-    the bytes of the step's collectives, if the device counts them.
+    it is not zero, the step's results are invalid, and the step runs again. ``non_finite`` lists
+    the requests whose tokens are meaningless, because their logits are NaN or infinite. ``failed``
+    says why requests have failed. ``unmasked`` lists the requests whose tokens are meaningless,
+    because this rank had not compiled their grammars yet. ``compiling`` lists the rows whose
+    grammars this rank is compiling. ``embeddings`` contains the embedding of each request that asks
+    for one, float32 [hidden]: the hidden state after the final norm. ``waited_us`` says how long
+    the worker waited for this result after enough work of the next step was queued; 0 if no further
+    step was queued. If the worker measures its host time, ``timings_us`` contains the host's time
+    in each stage, from the plan's arrival to the result. ``overlapped_us`` contains the host's time
+    for work that delays no step: work while the device is busy, and work between two steps.
+    ``counted`` contains the number and the bytes of the step's collectives, if the device counts
+    them.
     """
 
     epoch: int

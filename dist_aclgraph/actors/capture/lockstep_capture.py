@@ -57,7 +57,7 @@ def capture_plan(
 
     Raises:
         CaptureError: no graph can be captured; the message names rank, graph and remedy.
-        WorkerError: a rank died, hung or disagreed.
+        WorkerError: a rank died or hung, or its operators differed from another rank's.
     """
     _adopt(transaction, plan, ledgers)
     record = CaptureRecord(plan)

@@ -147,8 +147,8 @@ class EngineClient:
             seed: the seed for sampling if ``params`` has no seed.
             cache_salt: only requests with the same salt share cached blocks.
             output: int32, the request's existing tokens; the engine continues after these tokens.
-            role: see ``TransferRole``.
-            peer: see ``OpenRequest``.
+            role: the role that an external router has chosen (``TransferRole``).
+            peer: the group of another service that has computed the prompt; None if there is none.
             wakes: whether to wake the I/O thread; if False, the caller must call ``wake`` later.
 
         Raises:
@@ -213,7 +213,7 @@ class EngineClient:
         self.raise_if_dead()
         asked: list[OpenQuery] = []
         for engine in self._known():
-            # The query is opened before the check, so that a loss after the check ends the query.
+            # Opened before the check, so that the loss of an engine after the check ends the query.
             opened = self._queries.open(engine, what)
             with self._lock:
                 is_gone = engine.dead_because or engine.url not in self._table.engines
@@ -251,7 +251,7 @@ class EngineClient:
 
     @property
     def num_held(self) -> int:
-        """The number of requests that wait for a group, or for their turn (see ``trials.py``)."""
+        """Number of requests that wait for a group, or to run again after an engine's death."""
         with self._lock:
             return self._table.num_held
 

@@ -24,7 +24,7 @@ class KnownEngine:
         is_proven: whether the engine has run a step since the client opened the present link.
         prefill_from: minimum number of uncached tokens in a prompt that this engine computes for
             another group; 0 if the engine's group is no prefill group.
-        blocks: see ``GroupEntry``.
+        blocks: the source from which other groups fetch KV of prompts; None if nothing is fetched.
         is_listed: whether the latest group list of the deployment contains the engine.
         names: maps the number of each request on this engine to the request's id.
     """

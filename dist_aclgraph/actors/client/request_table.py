@@ -80,7 +80,9 @@ class RequestTable:
 
     @property
     def num_held(self) -> int:
-        """The number of requests that wait for a group, or for their turn (see ``trials.py``)."""
+        """The number of requests that wait for a group, or wait to run again after the death of an
+        engine (see ``trials.py``).
+        """
         return len(self.outage) + len(self._trials)
 
     # ---- engines
@@ -302,7 +304,9 @@ class RequestTable:
         return not request.is_cause and self.place(request, now_s)
 
     def _begin_turn(self) -> None:
-        """Begin the next turn if no turn runs (see ``trials.py``)."""
+        """Let the next requests of dead engines run again, if the previous ones have made progress
+        or have ended (see ``trials.py``).
+        """
         if self._trials.is_turn:
             return
         taking = [self.engines[url] for url in self.taking()]

@@ -39,8 +39,8 @@ class OpenRequest:
             request's last progress (``has_run``).
         num_deltas: how many times the request's present engine has sent tokens of this request.
         first_death_s: time of the first death that ``num_deaths`` counts.
-        is_cause: whether the request counts as the cause of the deaths. If so, the client does not
-            resume the request.
+        is_cause: whether the request counts as the cause of its engines' deaths. If so, the client
+            does not resume the request.
         is_resumed: whether the request has lost an engine, or the link to an engine.
         hands_over: whether the present engine computes the prompt and the first token, and another
             engine then generates the other tokens.
@@ -119,10 +119,11 @@ class OpenRequest:
 
         Args:
             now_s: the present time on a monotonic clock.
-            is_proof: whether this death proves that a suspect is the cause. A death is a proof if
-                three conditions are true: the engine had started after ``first_death_s``; the
-                engine had already run another request; the engine ran no other suspect when it
-                died.
+            is_proof: whether this death proves that the request causes its engines' deaths, if the
+                request ``is_suspect``. A death is a proof if three conditions are true: the engine
+                had started after ``first_death_s``; the engine had already run another request;
+                when the engine died, it ran no other request that may have caused an engine's
+                death.
         """
         self.is_cause = is_proof and self.is_suspect
         if not self.is_suspect:

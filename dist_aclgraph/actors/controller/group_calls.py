@@ -41,8 +41,8 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
     planner = group.planner
     timeout_s = planner.config.timeouts.join_s
     leader = group.workers.infos[0]
-    # HIXL is needed only to fetch KV from other nodes, so HIXL does not listen if there are no
-    # other nodes.
+    # HIXL is needed only to transfer files of KV blocks between nodes, so HIXL does not listen if
+    # there are no other nodes.
     uses_hixl = planner.config.fetches_by_hixl and placement.may_have_others(leader.node_ip)
     files = GroupFiles.of(
         planner.config, planner.facts, group.workers.node_ids, only_workers=uses_hixl

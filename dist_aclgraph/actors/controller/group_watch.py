@@ -125,7 +125,7 @@ class GroupWatch:
 
     @property
     def trouble(self) -> str:
-        """Return why this watch cannot notice the death of a group; "" while the watch works."""
+        """Return why this object cannot notice the death of a group; "" while its thread works."""
         if self._stopping.is_set() or self._thread.is_alive():
             return ""
         return "the watch over the workers has ended; restart the deployment"

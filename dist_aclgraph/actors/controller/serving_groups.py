@@ -383,8 +383,8 @@ class ServingGroups:
         return group.planner is self._planner and group.way_back() == "REJOIN"
 
     def _make_room(self) -> None:
-        """Get NPUs for the group that replaces a lost group: release a spare, or check that NPUs
-        are free.
+        """Get NPUs for the group that replaces a lost group: release reserved NPUs (a spare), or
+        check that NPUs are free.
 
         The check can be wrong: Ray notices the death of a node late, and counts the node's NPUs as
         free until then. So Ray may place the group on a dead node.

@@ -60,7 +60,9 @@ OnGraph = Callable[[int, int, str], None]
 
 
 class Startup:
-    """Runs the phases. Appends each started group to ``groups``, which the controller owns."""
+    """Runs the phases of a start. Appends each started group to ``groups``, which the controller
+    owns.
+    """
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class Startup:
 
     @property
     def scopes(self) -> list[list[LockstepGroup]]:
-        """The groups of each scope. All groups of a scope share one plan."""
+        """The groups, divided into scopes. All groups of a scope share one graph plan."""
         if self._config.graph.scope == "group":
             return [[group] for group in self._groups]
         return [self._groups]
@@ -150,8 +152,8 @@ class Startup:
         self._enter(phase)
 
     def _go_on_to_capture(self) -> None:
-        """Enter CAPTURING; later calls have no effect. The first scope that has a plan makes the
-        first call, while other scopes may still negotiate.
+        """Enter CAPTURING; later calls have no effect. Groups that share a plan (a scope) call this
+        when they have their plan, while other groups may still negotiate.
         """
         with self._moving:
             if self._phase is State.NEGOTIATING:
@@ -305,8 +307,8 @@ class Startup:
                     raise WorkerError(answer.message, rank, "NEGOTIATING")
 
     def _ask_offers(self, group: LockstepGroup) -> None:
-        """Collect the offers of all ranks. The calibrated budget model also needs measured costs,
-        which come from probe graphs.
+        """Collect the resources that all ranks offer for graphs. The calibrated budget model also
+        needs measured costs, which come from probe graphs.
         """
         timeout_s = self._config.timeouts.negotiate_s
         group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)

@@ -18,8 +18,8 @@ from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.rebucketing import Release, reunite
 from dist_aclgraph.planning.traffic import TrafficHistory
 
-# Seconds that a watch waits for the answers of all groups. After this time, the watch uses only the
-# answers that have arrived.
+# Seconds that a ``TrafficWatch`` waits for the answers of all groups. After this time, it uses only
+# the answers that have arrived.
 ANSWER_S = 10.0
 
 
@@ -125,7 +125,7 @@ class TrafficWatches:
         self._watches = [*self._watches, (planner, TrafficWatch(planner, groups))]
 
     def remove(self, group: LockstepGroup) -> None:
-        """Remove a group; remove its watch if the watch has no other group."""
+        """Remove a group; remove its ``TrafficWatch`` if the watch has no other group."""
         for _, watch in self._watches:
             watch.remove(group)
         self._watches = [(p, watch) for p, watch in self._watches if not watch.is_over]

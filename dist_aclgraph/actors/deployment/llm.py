@@ -396,7 +396,7 @@ class LLM:
                     has_ended = self._advance(running[delta.request_id], delta)
                     if has_ended:
                         del running[delta.request_id]
-                        # if a stop string has ended the choice, the engine still runs the request
+                        # if a stop string has ended the output, the engine still runs the request
                         client.abort(delta.request_id)
                     show(has_ended, len(delta.tokens))
         except EngineDeadError:

@@ -38,9 +38,9 @@ class CopyLink:
         self._fetched: dict[int, dict[str, int]] = {}  # last known ``fetched`` of each worker
         self._answered = [0] * channel.num_workers  # for each worker, its last answered number
         self._touched_s = time.monotonic()
-        # the last known ``num_ended`` of each data-parallel rank
+        # for each data-parallel rank, the last known number of its ended copy jobs
         self._num_ended = [0] * len(scheduler.copies.ranks)
-        # the time at which ``num_ended`` of each rank last changed
+        # for each data-parallel rank, the time at which a copy job last ended
         self._progress_s = [self._touched_s] * len(scheduler.copies.ranks)
 
     @property

@@ -54,7 +54,7 @@ STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # seconds between two checks while there is no work
 COPYING_S = 0.002  # seconds between two checks while copy jobs run, but no step runs
 UNHELD_S = 0.01  # seconds between two checks of the lease while the lease is not held
-# A mean is reported after MEAN_FROM steps. The mean covers about the last MEAN_OF steps.
+# A mean step time is reported after MEAN_FROM steps, and covers about the last MEAN_OF steps.
 MEAN_FROM, MEAN_OF = 16, 200
 
 

@@ -55,7 +55,7 @@ class Resumption:
         counts: for each kind of fault, how many times the group was resumed after such a fault.
 
     Args:
-        stop: see ``StopDevices``.
+        stop: a function that stops the devices of all ranks (``StopDevices``).
         timeout_s: time limit for resuming, in seconds. If 0, the group is never resumed.
     """
 

@@ -94,7 +94,7 @@ class Reach(msgspec.Struct, frozen=True):
         addresses: addresses of the engines of all groups.
         token: the secret that a client must send to be accepted.
         max_model_len: maximum length of a client's request, in tokens.
-        node_id: Ray's id of the node of the deployment's owner.
+        node_id: Ray's id of the node of the process that owns the deployment.
     """
 
     addresses: list[Address]

@@ -41,8 +41,8 @@ NUM_THREADS = 2
 
 logger = logging.getLogger(__name__)
 
-# Maps a file's kind and the index of its place to the node from which a fetch reads the file. None
-# is this node. See ``Route``.
+# Maps a file's kind and the index of its part of the cache to the node from which a fetch reads the
+# file. None is this node. See ``Route``.
 Endpoints = Mapping[FileKind, Mapping[int, Endpoint | None]]
 
 
@@ -91,7 +91,7 @@ class BlockFetches:
         places: the parts of the KV cache that the group's workers on this node store. Only files
             that these workers can use are fetched.
         group: name of this group, from which nothing is fetched.
-        turn: argument of ``routes``.
+        turn: a number that chooses between source nodes with equal loads (``routes``).
         reader: reads files in the memory of other nodes; None if the nodes send the files.
     """
 
@@ -169,7 +169,7 @@ class BlockFetches:
         Args:
             group: name of the group that has computed the blocks. If a group of another service has
                 computed the blocks, the ``BlockSource`` of that group.
-            is_wanted: see ``fetch_of``.
+            is_wanted: a function that returns whether the request still waits for the fetch.
         """
         source = self._sources.get(group) if isinstance(group, str) else self._of_peer(group)
         if source is None:
@@ -219,8 +219,8 @@ class BlockFetches:
         return partial(self._begin, source, is_wanted) if self._ways(source) else None
 
     def _ways(self, source: BlockSource) -> list[Endpoints]:
-        """Return the endpoints of the routes to a source. If several nodes have a file, the routes
-        choose a node from which few fetches read now.
+        """Return, for each route to a source, the nodes from which files are read. If several nodes
+        have a file, a node from which few fetches read now is chosen.
         """
         nodes = [address.node_id for address in source.addresses]
         # All groups on a node share their files, so nothing is fetched from groups on this node.
@@ -351,8 +351,8 @@ class BlockFetches:
         files: Mapping[FileKind, Sequence[KVTiers]],
         first: int,
     ) -> int:
-        """Fetch the blocks from index ``first`` on by one route. Return how many of these blocks,
-        counted from ``first``, have all their files on this node afterwards.
+        """Fetch the blocks from index ``first`` on by the route ``way``. Return how many of these
+        blocks, counted from ``first``, have all their files on this node afterwards.
         """
         blocks, states = (
             {place: files[kind][place] for place in sorted(way[kind])}
@@ -368,8 +368,8 @@ class BlockFetches:
         return count
 
     def _files_at(self, place: CachePlace) -> dict[FileKind, list[KVTiers]]:
-        """Return this node's folders for files of the source's layout. The keys are the kind of the
-        files and the index of their place.
+        """Return this node's folders for files that divide blocks as the source's files do. The
+        keys are the kind of the files, and the index of the part of the cache in them.
         """
         if place not in self._files:
             # The identity that was computed at the start is used, because the model's files may
@@ -413,12 +413,12 @@ class BlockFetches:
         """Fetch the files of blocks that this node lacks, until a fetch fails. Return how many
         consecutive blocks, from the first block on, have all their files on this node.
 
-        Of the files of one block, the file of the first place is fetched last. A look-up checks
-        only this file, so a look-up finds only blocks that have all their files.
+        Each file of a block contains one part of it. The file of the first part is fetched last. A
+        look-up checks only this file, so a look-up finds only blocks that have all their files.
 
         Args:
-            places: this node's folders for files. The keys are the indexes of the places that this
-                node needs.
+            places: this node's folders for files. The keys are the indices of the parts of a block
+                that this node needs.
         """
         missing = (
             FileKey(position, place)

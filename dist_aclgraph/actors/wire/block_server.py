@@ -1,9 +1,9 @@
 """BlockServer: sends files of KV blocks to groups on other nodes.
 
-In a deployment with prefill groups, each group runs this server on each of its nodes: in the
-engine on the engine's node, and in a worker on each other node. Each request identifies one file by
-a place and a hash, never by a path. Each answer contains one whole file, or no file. The server can
-only read files.
+In a deployment with prefill groups, each group runs this server on each of its nodes: in the engine
+on the engine's node, and in a worker on each other node. Each request identifies one file by a
+block's hash and a part of the block, never by a path. Each answer contains one whole file, or no
+file. The server can only read files.
 
 With ``kv.transport: hixl``, workers run all servers. An answer does not contain the file, but says
 where the file is in the worker's memory, and the reader reads this memory.
@@ -107,7 +107,8 @@ class ReadFile(msgspec.Struct, frozen=True, array_like=True, tag="read"):
 
     Attributes:
         token: the deployment's token, or the token for other services.
-        place: index of the place among the places for files of ``kind``; see ``tiers_of``.
+        place: index of the part of the cache that the file contains, among the parts for files of
+            ``kind``; see ``tiers_of``.
         name: hash of the block.
         reader: name of the reader's HIXL engine if it can read the server's memory; else "".
     """
@@ -136,10 +137,11 @@ def tiers_of(
     config: Config, place: CachePlace, identity: str = ""
 ) -> dict[FileKind, list[KVTiers]]:
     """Return, for all workers of a data-parallel rank, the folders of their files. ``place`` is the
-    place of any one of these workers. The order of the folders does not depend on this choice.
+    part of the cache of any one of these workers. The order of the folders does not depend on the
+    choice of this worker.
 
     Args:
-        identity: see ``KVTiers.open``.
+        identity: name of the caches' contents; see ``KVTiers.open``.
 
     Raises:
         ConfigError: a folder cannot be created, or is too small.
@@ -255,7 +257,7 @@ class BlockServer:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the thread has ended."""
+        """Whether the server's thread has ended."""
         return not self._thread.is_alive()
 
     def close(self, timeout_s: float = 10.0) -> None:

@@ -52,7 +52,7 @@ UNHELD_S = 0.01  # seconds between two checks of the lease, while the engine mus
 
 
 class LoopAnswers(Protocol):
-    """The state of the loop, which the I/O thread reads. Any thread may call all methods."""
+    """The state of the engine's loop, for the I/O thread. Any thread may call all methods."""
 
     def failure_now(self) -> str:
         """Return why the group has ended; "" while it serves."""

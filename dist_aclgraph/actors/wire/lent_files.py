@@ -56,7 +56,7 @@ class MemoryReader(Protocol):
 
     @property
     def engine(self) -> str:
-        """Name of this process's engine."""
+        """Name of this process's HIXL engine."""
 
     def read(self, lent: LentFile) -> AbstractContextManager[memoryview]:
         """Return a context with the bytes of a file. The bytes are valid only within the context.
@@ -107,7 +107,8 @@ class _Request:
     """A request that waits for a slot.
 
     Attributes:
-        open_file: see ``LentFiles.ask``. None after the function was called.
+        open_file: a function that opens the requested file (``LentFiles.ask``). None after the
+            function was called.
         file: the result of ``open_file``.
     """
 

@@ -27,7 +27,8 @@ from dist_aclgraph.steps.step import RowSampling
 RequestNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 QueryKind = Literal["report", "metrics"]
-# If more bytes than this are unconfirmed, the engine assumes that the client does not read.
+# Maximum number of bytes that a client may leave unconfirmed. If there are more, the engine assumes
+# that the client does not read.
 MAX_UNREAD_BYTES = 128 << 20
 
 

@@ -29,13 +29,13 @@ from dist_aclgraph.planning.budget import MAX_LINKS, PART_BYTES
 if TYPE_CHECKING:
     from dist_aclgraph.device.hixl import HostMemory
 
-CONNECT_S = TRANSFER_S = DISCONNECT_S = 3.0  # limits of the calls
+CONNECT_S = TRANSFER_S = DISCONNECT_S = 3.0  # time limits of HIXL's calls
 
 logger = logging.getLogger(__name__)
 
 
 class Transfers(Protocol):
-    """The calls of ``HixlEngine``."""
+    """The calls of ``HixlEngine`` that ``HixlMemory`` needs."""
 
     def listen(self, name: str, memory: HostMemory) -> None: ...
     def connect(self, name: str, timeout_s: float) -> None: ...
@@ -252,8 +252,8 @@ class HixlMemory:
             try:
                 engine.connect(name, CONNECT_S)
             except DeviceError:
-                # A part of the link may exist. This part is removed, because it would let the next
-                # attempt fail.
+                # A failed attempt can leave a part of the link. The part is removed, because it
+                # would let the next attempt fail.
                 with contextlib.suppress(DeviceError):
                     engine.disconnect(name, DISCONNECT_S)
                 raise

@@ -48,7 +48,8 @@ class NodeFilesSettings:
         node_id: Ray's id of the node.
         host: the node's own address.
         token: the deployment's token.
-        places: see ``GroupFiles.places_beside``.
+        places: the parts of the cache that the rank's workers on the node keep
+            (``GroupFiles.places_beside``).
         turn: index of the node among the group's nodes.
         finds: whether the worker looks up files for the workers of its data-parallel rank.
         fetches: whether the worker also fetches files from other groups, if ``finds`` is True.

@@ -77,7 +77,7 @@ def join_rank(
     from dist_aclgraph.comm.marks import NO_MARKS, DeviceMarks
     from dist_aclgraph.device.npu import open_npu
 
-    # This raises an error if the environment of this process forbids the graph mode.
+    # ``normalise_mode`` raises an error if the environment of this process forbids the graph mode.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_servable_spec(config)
     # The process is bound before torch_npu starts its threads, because threads inherit the cores.
@@ -446,7 +446,7 @@ class RunningRank:
             self.runner.make_cache(num_blocks)
 
     def book_domains(self) -> None:
-        """Record the streams that HCCL domains have taken. To be called before the offer."""
+        """Record the streams that HCCL domains have taken. To be called before ``offer``."""
         sizes = " and ".join(str(len(ranks)) for ranks in self.joined.domains) or "no"
         mode = self.joined.config.device.expansion
         self.joined.streams.book(f"HCCL domains of {sizes} ranks, expanded by {mode}")

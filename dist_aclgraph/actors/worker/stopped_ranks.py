@@ -75,7 +75,9 @@ def _stalled(recordings: Sequence[RecordedSteps]) -> Explanation:
 
 
 def _by_place(recordings: Sequence[RecordedSteps]) -> list[tuple[DevicePlace, list[RecordedSteps]]]:
-    """Group the ranks by the places of their devices; the earliest place comes first."""
+    """Group the ranks by the step and the collective that their devices have reached. The group
+    whose devices are furthest behind comes first.
+    """
     ranks: defaultdict[DevicePlace, list[RecordedSteps]] = defaultdict(list)
     for recording in recordings:
         if recording.place is not None:

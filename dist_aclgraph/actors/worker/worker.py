@@ -493,8 +493,8 @@ class Worker:
                 self._node_files.forget()
         except DistAclGraphError as e:
             error = str(e)
-            # This error is a new fault: the device was started again, so the earlier stop cannot be
-            # the cause of this error.
+            # This error is a new fault: the device was restarted, so its earlier stop cannot cause
+            # this error.
             self._faults.note(rank.joined.npu.fault_of(e))
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

@@ -343,7 +343,7 @@ def refill_group(
     The new group takes over the bundles and the surviving workers of ``left``.
 
     Args:
-        python: see ``place_group``.
+        python: the command that starts the workers; None for Ray's own command.
     """
     request, bundles = left.request, left.bundles
     assert bundles is not None, "given to one other group only"

@@ -43,7 +43,7 @@ class SlowRow(GrammarRow):
         self._output: list[int] = []  # the output for which ``_mask`` was computed
         self._mask: Future[tuple[IntArray, str]] | None = None
         self._read: list[int] = []  # the tokens that were added to the matcher's state
-        self._words: IntArray | None = None  # the mask for the state; None if it is not computed
+        self._words: IntArray | None = None  # the mask for the matcher's state, if computed
         self._num_words = len(end_words)
         self._is_dropped = False
 

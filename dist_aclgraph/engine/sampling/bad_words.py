@@ -20,8 +20,8 @@ Words = tuple[tuple[int, ...], ...]
 
 
 class Forbidden(NamedTuple):
-    """Tokens that are forbidden at some places, if a certain token comes directly before the place.
-    Each array has one element for each forbidden token, [n].
+    """Tokens that must not be sampled at some places of a step, if a certain token comes directly
+    before them. Each array has one element for each forbidden token, [n].
 
     Attributes:
         places: index of the place; tokens: the forbidden token.
@@ -46,7 +46,8 @@ def find_forbidden(
     begins: IntArray,
     coming_rows: IntArray,
 ) -> Forbidden | None:
-    """Return the tokens that are forbidden at each place of a step; None if no token is forbidden.
+    """Return the tokens that are forbidden at each place where a step samples a token; None if no
+    token is forbidden.
 
     Args:
         words: bad words by row; each word has two tokens or more.

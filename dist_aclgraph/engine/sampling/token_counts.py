@@ -21,7 +21,7 @@ ToDevice = Callable[[np.ndarray], Tensor]
 
 @dataclass(frozen=True)
 class Penalties:
-    """The penalties of some places, on the device.
+    """The penalties of the places where tokens are sampled with penalties, on the device.
 
     Attributes:
         rows: [m] int64, the row of each place; a slice if the rows are consecutive.

@@ -35,7 +35,7 @@ INDEXER = 7
 # activation. An exchange by gathering tokens adds GATHER operators. An exchange by all-to-all, with
 # its indices, adds ALL_TO_ALL operators.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
-SHARED = 5  # entries on the lane for shared experts: wait, two products, activation, record
+SHARED = 5  # queue entries on the stream of shared experts: wait, two products, activation, record
 # Queue entries of attention in a layer: one for the cache write, one for attention, four for the
 # wait for attention's lengths, and four for the reset of the event.
 ATTENTION = 10
@@ -65,13 +65,13 @@ HEAD = 3  # operators of the head: product, argmax, and copy to the static buffe
 # Numbers of additional operators with TP. These operators mask the token ids of other ranks, and
 # join the ranks' parts of the logits.
 SPLIT_EMBEDDING, SPLIT_HEAD = 8, 2
-COLLECTIVE_MAIN = 2  # entries on the lane that waits for the collective: a record and a wait
-COLLECTIVE = 4  # entries on HCCL's lane: a wait, the collective, two records
+COLLECTIVE_MAIN = 2  # entries on the stream that waits for the collective: record, wait
+COLLECTIVE = 4  # entries on HCCL's stream: a wait, the collective, two records
 
 
 @dataclass(frozen=True)
 class GraphShape:
-    """One graph of a bucket, or several equal graphs of a bucket.
+    """One graph of a bucket, or several equal graphs of a bucket. A lane is a captured stream.
 
     Attributes:
         what: description in plain words.
@@ -91,7 +91,7 @@ class GraphShape:
 
     @property
     def lanes(self) -> tuple[int, ...]:
-        """Number of queue entries of each lane."""
+        """Number of queue entries of each lane (captured stream)."""
         sides = [COLLECTIVE * count for _, count in self.collectives]
         waits = sum(COLLECTIVE_MAIN * count for _, count in self.collectives)
         return (self.main + waits, *sides, *([self.beside] if self.beside else []))

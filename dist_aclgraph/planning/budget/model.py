@@ -25,7 +25,7 @@ class BudgetTerm:
         name: name of the user of the streams, e.g. a communication domain.
         total: number of streams of this part in each bucket.
         why: the reason for which the bucket needs these streams, in plain words.
-        of: the graph to which the part belongs, if a bucket has different graphs.
+        of: description of the graph to which the part belongs, if a bucket has different graphs.
     """
 
     name: str
