@@ -59,9 +59,9 @@ class CapturedGraph:
 
         Args:
             addresses: addresses of the buffers that contain the step's inputs.
-            lens: the step's lengths, padding included. If tasks already have these lengths, because
-                they were sent before the replay, the later call of ``after_replay`` must have the
-                same lengths. Otherwise, that call can have other lengths.
+            lens: the step's lengths, padding included. If these lengths were sent to the tasks
+                before the replay, ``after_replay`` must be called with the same lengths. Otherwise,
+                it may be called with other lengths.
 
         Raises:
             ReplayMismatchError: the inputs do not fit the capture; nothing was queued.

@@ -274,8 +274,8 @@ class StepBuffers:
 
         Each row has enough entries for the longest possible request. To save bytes, only the rows
         from the first to the last changed row are sent. Entries after a step's last column are set
-        to the dummy block, because attention whose lengths are never updated reads all entries, and
-        its mask cannot hide NaN values in the blocks of earlier requests.
+        to the dummy block: in graphs whose lengths are never updated, attention reads the blocks of
+        all entries. A mask cannot hide NaN values in the blocks of earlier requests.
         """
         if block_table is self._latest_table:
             return None

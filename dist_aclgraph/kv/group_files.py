@@ -38,9 +38,9 @@ class Holders:
 
 @dataclass(frozen=True)
 class Route:
-    """The node from which each file is read. The keys of both dictionaries are indices of parts of
-    the cache; each file contains one part. The values are indices of nodes; None stands for the
-    reading node itself. A route contains only the parts that the reading node needs.
+    """The node from which each file is read. Each file contains one part of the cache. ``blocks``
+    and ``states`` map the index of a part to the index of a node; None stands for the reading node
+    itself. A route contains only the parts that the reading node needs.
 
     Attributes:
         blocks: for indices in ``CachePlace.all_places``, the index of the node that sends the file.

@@ -30,7 +30,7 @@ class RowChanges:
         self._knows_nothing = False  # whether workers have lost all rows
 
     def add_tokens(self, row: IntArray, new: NewTokens) -> None:
-        """Add the new tokens of the sampled rows ``row``, [n]."""
+        """Add the new tokens of a step. ``row`` is [n]: the rows for which tokens were sampled."""
         appended = np.empty((len(new.token_ids), 2), np.int32)
         appended[:, 0] = row if new.counts is None else np.repeat(row, new.counts)
         appended[:, 1] = new.token_ids

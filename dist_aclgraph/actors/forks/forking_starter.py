@@ -51,9 +51,9 @@ class ForkingStarter(ProcessStarter):
         self._named = self._find_server(config)
         if self._named is not None:
             return self._named.command
-        # Python's path is returned instead of None. With None, the actor would have no command, and
-        # Ray would use the command of the process that starts the actor. If that process is forked,
-        # its command would fork the actor, too.
+        # The actor must not be forked, so its command is Python itself. Without a command, Ray #
+        # would use the command of the process that starts the actor, and this may be a command that
+        # # forks.
         return shlex.quote(sys.executable)
 
     def _find_server(self, config: Config) -> ForkAddress | None:

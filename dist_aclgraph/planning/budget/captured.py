@@ -97,8 +97,8 @@ class GraphShape:
         return (self.main + waits, *sides, *([self.beside] if self.beside else []))
 
     def price(self, workload: Workload) -> Price:
-        """Return how many queues one graph of this shape needs, as a price with several parts. With
-        old drivers, each queue needs one stream id.
+        """Return the numbers of queues that one graph of this shape needs: one term for each cause.
+        With old drivers, each queue needs one stream id.
         """
         cascaded = sum(-(-lane // QUEUE_ENTRIES) - 1 for lane in self.lanes)
         num_domains = len(self.collectives)
@@ -123,8 +123,8 @@ def shapes(family: GraphFamily, workload: Workload) -> tuple[GraphShape, ...]:
 
 
 def price_of(found: tuple[GraphShape, ...], workload: Workload) -> Price:
-    """Return how many queues all graphs of a bucket need, as a price with several parts for each
-    shape.
+    """Return the numbers of queues that all graphs of a bucket need: for each shape, one term for
+    each cause.
     """
     return tuple(
         replace(term, total=term.total * shape.copies, of=shape.what)
