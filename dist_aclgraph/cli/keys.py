@@ -12,7 +12,7 @@ import pydantic
 from pydantic.fields import FieldInfo
 
 from dist_aclgraph.config import Config, Section
-from dist_aclgraph.config.vllm_options import HARMLESS, OPTIONS, REFUSED, SAME
+from dist_aclgraph.vllm_options import HARMLESS, OPTIONS, REFUSED, SAME
 
 INTRODUCTION = """\
 # Configuration

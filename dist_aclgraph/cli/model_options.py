@@ -18,7 +18,8 @@ import typer
 from typer.core import TyperCommand
 
 from dist_aclgraph.cli.exit_codes import tell
-from dist_aclgraph.config.vllm_options import (
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.vllm_options import (
     OPTIONS,
     REFUSED,
     REFUSED_SHORT,
@@ -28,7 +29,6 @@ from dist_aclgraph.config.vllm_options import (
     is_switch,
     refusal,
 )
-from dist_aclgraph.errors import ConfigError
 
 if TYPE_CHECKING:
     from dist_aclgraph.config import Config

@@ -21,13 +21,6 @@ import pydantic
 import yaml
 
 from dist_aclgraph.config.tree import Config
-from dist_aclgraph.config.vllm_options import (
-    EXPERT_PARALLEL,
-    SAME,
-    as_overrides,
-    is_harmless,
-    refusal,
-)
 from dist_aclgraph.errors import (
     ONLY_SAFETENSORS,
     OTHER_WEIGHTS,
@@ -35,6 +28,13 @@ from dist_aclgraph.errors import (
     UnsupportedModelError,
 )
 from dist_aclgraph.files.shipped import shipped
+from dist_aclgraph.vllm_options import (
+    EXPERT_PARALLEL,
+    SAME,
+    as_overrides,
+    is_harmless,
+    refusal,
+)
 
 MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML would need seconds for larger texts
 MAX_SHOWN_ERRORS = 5

@@ -1,1 +1,1 @@
-"""The arithmetic of context parallelism: which ranks keep and which ranks compute each token."""
+"""Computes which ranks keep and which ranks compute each token in context parallelism."""

@@ -31,7 +31,7 @@ class ContextPlace:
 
     @property
     def whole(self) -> ContextPlace:
-        """The indices of the same rank for a cache that is not divided. Each rank has a whole copy
-        of such a cache.
+        """The indices of this rank for a cache that is not divided. Each rank has a whole copy of
+        such a cache.
         """
         return replace(self, shards=Shards(self.shards.tokens_per_block), shard=0)

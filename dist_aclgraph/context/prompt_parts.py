@@ -1,13 +1,13 @@
-"""Plans attention for requests with many queries. The keys of such a request are read chunk by
+"""Plans attention for requests with many query tokens. The keys of such a request are read chunk by
 chunk.
 
 The keys come from the caches of all shards. The KV tokens of a request are cut into chunks, which
 are the same on every rank, because all ranks read a chunk together. The queries of a rank are cut
-at the same positions. In the chunk that contains a query's position, the query attends causally; in
-each earlier chunk, it attends to all keys. So there are two kinds of launches of the attention
-operator. A launch of the first kind is causal. In a launch of the second kind, each query attends
-to all keys of the launch. If a query attends to several chunks, its results from these chunks are
-merged. Several short requests share a chunk if their KV tokens fit in it.
+at the boundaries of the chunks. In the chunk that contains a query's position, the query attends
+causally; in each earlier chunk, the query attends to all keys. So there are two kinds of launches
+of the attention operator. A launch of the first kind is causal. In a launch of the second kind,
+each query attends to all keys of the launch. If a query attends to several chunks, its results from
+these chunks are merged. Several short requests share a chunk if their KV tokens fit in it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.context.prompt_split import Piece, PromptSplit
 from dist_aclgraph.context.shards import Shards
 
-# Maximum number of KV tokens of a chunk. It limits the memory of the gathered keys and values.
+# Maximum number of KV tokens of a chunk. This maximum limits the memory of the gathered keys and
+# values.
 MAX_CHUNK_TOKENS = 8192
 
 
@@ -76,8 +77,8 @@ class Part:
 
 @dataclass(frozen=True)
 class _Queries:
-    """Neighbouring queries of one request on a rank; ``position`` is the position of the first
-    query.
+    """Neighbouring query tokens of one request on a rank; ``position`` is the position of the first
+    of them.
     """
 
     request: int
@@ -106,7 +107,7 @@ def plan_parts(
     launches.
 
     Args:
-        query_lens: [num_reqs], number of queries of each request.
+        query_lens: [num_reqs], number of query tokens of each request.
         kv_lens: [num_reqs], KV length of each request, its queries included.
         max_tokens: maximum number of KV tokens of a chunk.
         cuts_requests: whether a request with more than ``max_tokens`` KV tokens is cut into several
@@ -181,7 +182,7 @@ def _chunks_of_one(
             if (diagonal := _within(q, start, stop)) is not None
         ]
         later = [after for q in own if (after := _within(q, stop, kv_len)) is not None]
-        if later:  # One launch is enough, because the tokens of these queries are neighbours.
+        if later:  # One launch is enough, because these query tokens are neighbours.
             both = _Queries(request, stop, later[0].start, later[-1].stop)
             launches.append(_launch([both], _first(stop - start), None, is_causal=False))
         positions = np.arange(start, stop, dtype=np.int32)
@@ -190,8 +191,8 @@ def _chunks_of_one(
 
 
 def _within(q: _Queries, start: int, stop: int) -> _Queries | None:
-    """Return the queries of ``q`` at positions from ``start`` to ``stop``; None if there are no
-    such queries.
+    """Return the query tokens of ``q`` at positions from ``start`` to ``stop``; None if there are
+    none.
     """
     first, last = max(q.position, start), min(q.end_position, stop)
     if first >= last:

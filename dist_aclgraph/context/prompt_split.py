@@ -1,9 +1,9 @@
 """Decides which tokens of a step each prefill rank runs.
 
-Requests with few tokens come first in the step. Every rank runs all of their tokens. Each later
-request is cut into twice as many chunks as there are ranks. Rank r runs two chunks: the chunk with
-index r, counted from the first chunk, and the chunk with index r, counted back from the last chunk.
-With causal attention, the cost of these two chunks together is the same on every rank. Chunk
+Requests with few tokens come first in the step. Every rank runs all tokens of these requests. Each
+later request is cut into twice as many chunks as there are ranks. Rank r runs two chunks: the chunk
+with index r, counted from the first chunk, and the chunk with index r, counted back from the last
+chunk. With causal attention, the cost of these two chunks together is the same on every rank. Chunk
 lengths differ by at most one token; a chunk can be empty. Every rank pads its tokens to the number
 of tokens of the rank with the most tokens.
 """

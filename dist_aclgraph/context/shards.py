@@ -21,7 +21,8 @@ from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.config import Config
 
 PADDING_SLOT = -1  # slot of a padding token: its KV is not written, and no expert runs the token
-# On a shard that does not keep a token, the token's slot is FOREIGN_SLOT minus its whole slot.
+# On a shard that does not keep a token, the token's slot is FOREIGN_SLOT minus its slot in an
+# undivided cache (whole slot).
 FOREIGN_SLOT = -2
 
 Ints = TypeVar("Ints", bound=Any)  # an array on the host, or a tensor on the device
@@ -58,13 +59,14 @@ class Shards:
         """Return which shard keeps each token.
 
         Args:
-            at: positions of the tokens in their request, or whole slots of the tokens.
+            at: positions of the tokens in their request, or the tokens' slots in an undivided
+                cache.
         """
         found: Ints = (at if self.interleave == 1 else at // self.interleave) % self.count
         return found
 
     def lengths(self, lens: IntArray, shard: int) -> IntArray:
-        """Return how many of a request's first ``lens`` tokens one shard keeps."""
+        """Return the number of tokens that one shard keeps, for requests with ``lens`` tokens."""
         if self.count == 1:
             return lens
         turns = lens // (self.interleave * self.count)
@@ -116,7 +118,7 @@ class Shards:
         return (ids * size + offsets).astype(np.int32, copy=False)
 
     def own_slots(self, whole: Ints) -> Ints:
-        """Convert whole slots: return the slot of each token on the shard that keeps the token."""
+        """Convert slots in an undivided cache to the slots on the shards that keep the tokens."""
         if self.count == 1:
             return whole
         own: Ints = whole // (self.interleave * self.count)
@@ -125,7 +127,7 @@ class Shards:
         return own
 
     def whole_of(self, own: Ints, shard: int) -> Ints:
-        """Convert slots of one shard to whole slots."""
+        """Convert slots of one shard to the tokens' slots in an undivided cache."""
         turns = own // self.interleave * self.count + shard
         whole: Ints = turns * self.interleave + own % self.interleave
         return whole

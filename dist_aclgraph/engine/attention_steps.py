@@ -43,12 +43,11 @@ class AttentionSteps:
     """Makes metadata for one kind of attention on one rank. Owns the causal mask.
 
     Args:
-        max_queries: a request with at most this number of queries always attends directly:
-            attention reads the cache through the request's block table. A request with more queries
-            does not attend directly if the cache is sharded, or if this kind of attention accepts
-            only few queries.
-        max_tokens: for requests that do not attend directly, maximum number of KV tokens whose keys
-            are read together.
+        max_queries: for a request with at most this number of query tokens, attention always reads
+            the cache directly, through the request's block table. For a request with more query
+            tokens, the keys are first gathered if the cache is sharded, or if this kind of
+            attention accepts only few query tokens.
+        max_tokens: maximum number of KV tokens whose keys are gathered together.
     """
 
     def __init__(
@@ -62,9 +61,10 @@ class AttentionSteps:
     ) -> None:
         self._max_queries, self._max_tokens = max_queries, max_tokens
         self._kind, self._place, self._npu = kind, place, npu
-        # This rank's indices in context parallelism, for requests that attend directly. Such
-        # requests read the KV cache. But if an indexer chooses keys, they read the cache of index
-        # keys, which is not divided: every rank has all index keys.
+        # This rank's indices in context parallelism, for requests whose attention reads the cache
+        # directly. Such requests read the KV cache. But if an indexer chooses keys, these requests
+        # read the cache
+        # of index keys, which is not divided: every rank has all index keys.
         self._rows_place = place.whole if kind.chooses_keys else place
         self._remaps_choices = kind.chooses_keys and place.is_sharded
         self._causal_mask = make_causal_mask(npu.device)
@@ -90,8 +90,8 @@ class AttentionSteps:
                 token longer.
             written: [num_tokens] int32, the slots to which KV is written; None means the slots of
                 ``inputs``.
-            kv_len: for a graph whose lengths are never updated, the number of keys that each
-                request reads, a multiple of the block size; 0 for other graphs.
+            kv_len: the number of keys that each request reads in a graph whose lengths are never
+                updated. The number is a multiple of the block size. It is 0 for other graphs.
         """
         if kv_len:
             return self._of_padded(graph, inputs, kv_len)
@@ -121,7 +121,7 @@ class AttentionSteps:
     def _of_padded(
         self, graph: BatchDescriptor, inputs: DeviceStep, kv_len: int
     ) -> AttentionMetadata:
-        """Return the metadata of a decode graph without updates; see ``of_graph``."""
+        """Return a decode graph's metadata if its lengths are never updated; see ``of_graph``."""
         n = graph.num_tokens
         index = torch.arange(kv_len, dtype=torch.int32, device=self._npu.device)
         hidden = index > inputs.positions.view(n, 1)
@@ -141,7 +141,7 @@ class AttentionSteps:
 
     def of_step(self, inputs: HostStep, step: DeviceStep) -> AttentionMetadata:
         """Return the metadata of a step that replays no full graph. Its requests can have any
-        numbers of queries.
+        numbers of query tokens.
 
         Args:
             inputs: the step's arrays on the host.
@@ -228,7 +228,7 @@ class AttentionSteps:
         self, positions: Tensor, written: Tensor, block_table: Tensor, inputs: HostStep, ahead: int
     ) -> AttentionMetadata:
         """Return the metadata of one iteration of drafting after a mixed step. There is one query
-        for each sampled place.
+        token for each place, a token after which the step has sampled.
 
         Args:
             positions: [num_samples, k + 1] int32, positions of the places of live requests, without
@@ -287,7 +287,9 @@ class AttentionSteps:
         return slots.clamp(min=0).unsqueeze(1)
 
     def _is_empty(self, positions: Tensor, ahead: int = 0) -> Tensor | None:
-        """Return [n, 1, 1]: true if this shard keeps no key to which the token may attend."""
+        """Return [n, 1, 1] booleans: true for a token if this shard keeps no key to which the token
+        may attend.
+        """
         if not self._rows_place.is_sharded:
             return None
         first = self._place.shards.first_position(self._place.shard)
@@ -318,7 +320,8 @@ class AttentionSteps:
     def _uniform_rows(
         self, positions: Tensor, kv_lens: Tensor, slots: Tensor, ahead: int = 0
     ) -> DeviceRows:
-        """Compute, on the device, the rows of requests that all have the same number of queries.
+        """Compute the attention metadata of requests with equal numbers of query tokens, on the
+        device.
 
         Args:
             positions: [num_reqs, query_len].
@@ -336,7 +339,9 @@ class AttentionSteps:
     def _rows_of_graph(
         self, inputs: DeviceStep, query_len: int, iteration: int, written: Tensor
     ) -> DeviceRows:
-        """Return the rows of a full graph, from its static inputs; see ``of_graph``."""
+        """Return the attention metadata of a full graph's rows, from its static inputs; see
+        ``of_graph``.
+        """
         if query_len == 0:
             ends, lens = inputs.query_ends, inputs.kv_lens
             assert ends is not None and lens is not None and iteration == 0

@@ -2,11 +2,11 @@
 class copies recurrent states: each of its "blocks" is one slot of the state cache.
 
 Blocks pass through a few slots. A slot has memory on the device and pinned memory of the host. A
-block consists of one part in each layer. All of its parts are gathered in a slot, so that one
-transfer moves them together. Blocks are gathered from the caches and scattered to the caches on the
+block consists of one part in each layer. All parts of a block are gathered in a slot, so that one
+transfer moves all parts. Blocks are gathered from the caches and scattered to the caches on the
 main stream, in the order of the engine's messages. So a block has the contents that the scheduler
 expects. The transfers run on another stream, while steps run. One thread, the file thread, reads
-and writes the files; it never uses the device.
+and writes the files. The file thread never uses the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ State = Literal["free", "on device", "in files"]
 
 @dataclass
 class _Piece:
-    """A part of a copy job. Its blocks fit in one slot."""
+    """A part of a copy job. The blocks of this part fit in one ``_Slot``."""
 
     number: int
     index: int  # position among the pieces of the job
@@ -50,7 +50,9 @@ class _Piece:
 
 @dataclass
 class _Upkeep:
-    """A job that deletes or touches files, without using the device."""
+    """A job that deletes files or updates their times of last use ("touches" them), without using
+    the device.
+    """
 
     number: int
     kind: JobKind
@@ -68,8 +70,8 @@ class _BlockJob:
 
     @property
     def num_whole(self) -> int:
-        """If the job writes files: the number of blocks that were written. If it reads files: the
-        number of leading blocks that were read.
+        """If the job writes files: the number of blocks that were written. If the job reads files:
+        the number of leading blocks that were read.
         """
         if not self.is_load:
             return sum(self.whole.values())
@@ -147,13 +149,13 @@ class BlockCopier:
 
     @property
     def num_read(self) -> dict[str, int]:
-        """Number of blocks that were read from each tier, by the tier's name."""
+        """For each tier's name, the number of blocks that were read from this tier."""
         return dict(self._tiers.num_read)
 
     def begin(
         self, number: int, block_ids: BlockIds, files: Sequence[FileName], *, is_load: bool
     ) -> None:
-        """Begin a copy job. Later calls of ``advance`` run it.
+        """Begin a copy job. Later calls of ``advance`` run the job.
 
         Args:
             block_ids: [n] int64, at least one.
@@ -299,11 +301,12 @@ class BlockCopier:
         return self._for_files.get()
 
     def _keep_up(self, work: _Upkeep) -> bool:
-        """Continue a job that deletes or touches files; return whether it has ended.
+        """Continue a job that deletes or touches files; return whether the job has ended.
 
-        A job that touches files pauses while other work waits, because requests may wait for that
-        work. A job that deletes files does not pause, because a later job could write the same
-        blocks again, and the paused job would then delete the new files.
+        A job that touches files (updates their times of last use) pauses while other work waits,
+        because requests may wait for that work. A job that deletes files does not pause, because a
+        later job could write the same blocks again, and the paused job would then delete the new
+        files.
         """
         while work.files:
             block_hash, depth = work.files.popleft()
@@ -347,14 +350,14 @@ class BlockCopier:
                 slot.piece, slot.state = None, "free"
 
     def end_files(self, timeout_s: float) -> bool:
-        """Tell the thread to end after the queued work; return whether it has ended within
-        ``timeout_s``.
+        """Tell the thread that reads and writes files to end after its queued work. Return whether
+        the thread has ended within ``timeout_s``.
         """
         self._for_files.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Drop all copy jobs, and tell the thread to end."""
+        """Drop all copy jobs, and tell the file thread to end."""
         self.forget()
         self._for_files.put(None)

@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _PartsJob:
-    """A copy job that runs: its parts, and the results of the parts that have ended."""
+    """A running copy job. It has one part for KV blocks, one part for recurrent states, or both.
+    ``num_whole`` contains the results of the parts that have ended.
+    """
 
     is_load: bool
     num_states: int
@@ -41,7 +43,8 @@ class _PartsJob:
 
 
 class CacheCopier:
-    """Owns the copiers. Only the thread that uses the device may call the methods.
+    """Owns the objects that copy KV blocks and recurrent states. Only the thread that uses the
+    device may call the methods.
 
     Args:
         states: copies states; None if the model has no recurrent state.
@@ -59,13 +62,13 @@ class CacheCopier:
 
     @property
     def num_read(self) -> dict[str, int]:
-        """Number of KV blocks that were read from each tier, by the tier's name; recurrent states
-        are not counted.
+        """For each tier's name, the number of KV blocks that were read from this tier; recurrent
+        states are not counted.
         """
         return self._blocks.num_read
 
     def begin(self, jobs: Sequence[CopyJob]) -> None:
-        """Begin copy jobs. Later calls of ``advance`` run them."""
+        """Begin copy jobs. Later calls of ``advance`` run the jobs."""
         for job in jobs:
             block_ids, checkpoints = unpack_ints(job.block_ids), unpack_ints(job.checkpoints)
             parts = {BLOCKS} if job.hashes else set[int]()
@@ -123,7 +126,9 @@ class CacheCopier:
         copier.begin(job.number, places.astype(np.int64), files, is_load=job.is_load)
 
     def _begin_upkeep(self, job: CopyJob, parts: Collection[int]) -> None:
-        """Begin a job that deletes or touches files, and does not use the device."""
+        """Begin a job that deletes files or updates their times of last use. It does not use the
+        device.
+        """
         for part, copier, hashes, depths in (
             (BLOCKS, self._blocks, job.hashes, unpack_ints(job.depths)),
             (STATES, self._states, job.state_hashes, None),

@@ -46,8 +46,9 @@ def queue_embeddings(
     The host does not wait.
 
     Args:
-        hidden: [num_samples * num_places, hidden], hidden states of the sampled places after the
-            final norm. A prompt's last token is the first place of its request.
+        hidden: [num_samples * num_places, hidden], hidden states, after the final norm, of the
+            tokens after which the step samples. A prompt's last token is the first of its request's
+            tokens.
     """
     if not batch.sampling.has_embeddings:
         return None

@@ -75,7 +75,7 @@ class GraphStore:
         """Capture each of ``forwards`` as a full graph; see ``_capture``.
 
         Args:
-            forwards: the functions to capture, by KV length; see ``Bucket``.
+            forwards: the functions to capture; the keys are KV lengths, see ``Bucket``.
             addresses: addresses of the buffers that the graphs read and write.
         """
 

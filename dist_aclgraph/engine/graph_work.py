@@ -37,7 +37,8 @@ class GraphWork:
         drafts: verifies and proposes drafts; None if the deployment uses no drafts.
         caches: the decoder's caches, one for each layer; the elements of the list may be replaced
             later.
-        tally: [2] int64, counters of the tokens at the decoder's experts.
+        tally: [2] int64, the number of tokens that the decoder's experts have computed, and the
+            number of tokens beyond the capacity of an exchange.
         choose_exchange: returns the kind of exchange that sends a graph's tokens to their experts.
         states: makes the metadata of recurrent states; None if the model has no such state.
         follows: whether the host may queue a step before it has read the previous step's tokens.
@@ -59,7 +60,9 @@ class GraphWork:
 
     @property
     def tokens(self) -> TokenTable:
-        """The table that replaces references by tokens."""
+        """The table that replaces references, which are negative token ids, by the tokens of
+        earlier steps.
+        """
         tokens = self.buffers.tokens if self.drafts is None else self.drafts.tokens
         assert tokens is not None
         return tokens
@@ -142,8 +145,8 @@ class GraphWork:
     def run_pieces(
         self, graph: BatchDescriptor, metadata: AttentionMetadata, run: RunSegment
     ) -> Tensor:
-        """Run the decoder piecewise: the segments run on the static inputs, attention runs on the
-        live tokens.
+        """Run the decoder piecewise: the segments run on the static inputs, attention runs only on
+        live tokens, which are tokens that are not padding.
 
         Returns:
             [bucket, hidden].

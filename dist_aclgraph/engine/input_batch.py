@@ -3,10 +3,10 @@
 If two successive decode steps have the same requests, the inputs of the second step are computed
 from the inputs of the first step (``_go_on``). Arrays that do not change are not copied.
 
-The batch is in host memory only. It does not contain the tokens that a step in flight samples. In
-place of these tokens, the next step contains references to them, which the device replaces by the
-tokens. Every rank of a tensor parallel group has the same rows, because every rank receives the
-same plan.
+The batch is in host memory only. The batch does not contain the tokens that a step in flight
+samples. Instead, the next step contains references to these tokens, and the device replaces each
+reference by its token. Every rank of a tensor parallel group has the same rows, because every rank
+receives the same plan.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ONE_FURTHER = np.array([0, 1, 0, 0], np.int32)
 
 
 class ComingTokens(NamedTuple):
-    """Tokens that a step in flight samples: for each token, its row and the reference to it, [n]
-    each.
+    """Tokens that a step in flight samples: for each token, its row and the reference to the token,
+    [n] each.
     """
 
     rows: IntArray
@@ -63,7 +63,7 @@ class InputBatch:
                 them.
         """
         self._place = place
-        # The device has one row more than the host: a spare row.
+        # The device has one row more than the host: a spare row, for padding requests.
         self.references = References(num_latest, num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
         # ``_sample_of``: for each row, the index of its sample in the last step that sampled the
@@ -129,7 +129,8 @@ class InputBatch:
         """Return the inputs of a step: the scheduled tokens that this rank runs.
 
         Args:
-            records: [num_reqs, 4] as in ``RankBatch.scheduled``.
+            records: [num_reqs, 4], for each request: row, num_computed_tokens,
+                num_scheduled_tokens, num_logits.
             moves: whether only the device knows the positions of requests with tokens in flight,
                 because the numbers of their accepted drafts are not on the host yet.
         """
@@ -239,7 +240,8 @@ class InputBatch:
         """Return [num_reqs] booleans: true for a request whose last token is not on the host yet.
 
         Args:
-            records: [num_reqs, 4] as in ``RankBatch.scheduled``.
+            records: [num_reqs, 4], for each request: row, num_computed_tokens,
+                num_scheduled_tokens, num_logits.
         """
         is_in_flight: npt.NDArray[np.bool_] = records[:, 1] >= self.num_tokens[records[:, 0]]
         return is_in_flight
@@ -247,8 +249,8 @@ class InputBatch:
     def coming_tokens(
         self, step: HostStep, is_wanted: npt.NDArray[np.bool_]
     ) -> ComingTokens | None:
-        """Return the last tokens of the wanted rows, without tokens that the host already has; None
-        if the host has all of these tokens.
+        """Return the wanted rows' last tokens, but only the tokens that the host does not have yet;
+        None if there are no such tokens.
 
         Args:
             is_wanted: [max_rows], whether the caller wants the row's last token.

@@ -35,7 +35,7 @@ def upload_step(
     """Send a step's integers to the device, in one transfer.
 
     Args:
-        size: the result of ``padded_size``.
+        size: the size to which the step is padded (``padded_size``).
         spare_row: row of padding requests.
         static: the inputs of a piecewise graph, which were written before this call; None if the
             step is eager.
@@ -60,10 +60,10 @@ def upload_step(
         ]
     shared = None
     if prompts is not None:
-        # Every rank must use the same number of places, even a rank that samples no request.
+        # Every rank must compute equally many rows of logits, even a rank that samples no request.
         num_places = size.num_samples * (1 if drafts is None else drafts.positions.shape[1])
-        # If another rank runs the token of a place, the index is ``num_tokens``, which is not the
-        # index of any token.
+        # If another rank runs the token whose logits are needed, its index here is ``num_tokens``,
+        # which is not the index of any token.
         landings = np.where(prompts.owners == prompts.rank, prompts.landings, num_tokens)
         arrays += [_pad(prompts.owners, num_places, prompts.rank), landings.astype(np.int32)]
     places, *rest = upload_arrays(npu, arrays)

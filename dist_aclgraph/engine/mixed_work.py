@@ -1,4 +1,4 @@
-"""The decoder's work in a step with any mixture of requests. The places of such a step are sampled
+"""The decoder's work in a step with any mixture of requests. The tokens of such a step are sampled
 outside of graphs.
 """
 
@@ -36,7 +36,8 @@ class MixedOutput:
 
     Attributes:
         hidden: [num_padded, hidden], the hidden states of all tokens, including padding.
-        places: [num_places, hidden], the hidden states of the places where tokens are sampled.
+        places: [num_places, hidden], the hidden states of the places: the step's tokens after which
+            a token is sampled.
         logits: [num_places, vocab]; tokens: [num_places] int32, the most probable token of each
             place; best: [num_places], the logits of these tokens.
         span: measures the replay of a full graph; None if no replay is measured.
@@ -54,12 +55,12 @@ class MixedOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedWork:
-    """Runs the decoder in a full graph, piecewise or eagerly, and chooses a token for each place.
-    Owns nothing.
+    """Runs the decoder in a full graph, piecewise or eagerly, and chooses the most probable token
+    after each token whose logits are needed (place). Owns nothing.
 
     Attributes:
-        graph_work: the work that graphs record. It uses the same model, buffers and counters as
-            this object.
+        graph_work: the work that graphs record. ``graph_work`` uses the same model, buffers and
+            counters as this object.
         context: the indices of this rank in context parallelism, and its groups.
         spare_row: row of padding requests.
     """
@@ -86,8 +87,8 @@ class MixedWork:
 
         Args:
             captured: the graph that the plan names; None if the step is eager.
-            answer: reports the earlier steps that have ended. It is called between segments, or
-                between the updates of a full graph.
+            answer: reports the earlier steps that have ended. The function is called between
+                segments, or between the updates of a full graph.
         """
         work, graph, span = self.graph_work, plan.graph, None
         static = None if graph is None else work.buffers.inputs(graph)
@@ -137,8 +138,8 @@ class MixedWork:
     def _choose(
         self, hidden: Tensor, step: DeviceStep, num_samples: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return, for each place, its hidden state, its logits, its most probable token, and the
-        logit of this token.
+        """Return, for each token after which the step samples: its hidden state, its logits, the
+        most probable next token, and the logit of that next token.
 
         Args:
             num_samples: the padded number of requests that sample.
@@ -148,8 +149,8 @@ class MixedWork:
             empty = torch.empty(0, dtype=torch.int32, device=self.npu.device)
             return hidden[:0], hidden[:0], empty, hidden[:0, 0]
         splits_prompts = self.context.pcp.size > 1
-        # This rank has no places, but other ranks have some. All ranks must run the same
-        # collectives, so this rank computes the logits of one row.
+        # This rank samples no token, but other ranks do. All ranks must run the same collectives,
+        # so this rank computes the logits of one row.
         if n == 0:
             hidden = hidden[:1]
         elif n < len(hidden) or self.graph_work.drafts is not None or splits_prompts:
@@ -160,8 +161,8 @@ class MixedWork:
         return hidden[:n], logits[:n], chosen.int()[:n], best[:n]
 
     def collect(self, shared: SharedPlaces | None, hidden: Tensor, places: Tensor) -> Tensor:
-        """Return the rows of ``hidden`` at ``places``, even if other prefill ranks run the tokens
-        at these places.
+        """Return the hidden states of the tokens with the indices ``places``, even if other prefill
+        ranks run these tokens.
         """
         rows = hidden.index_select(0, places)
         if shared is None:

@@ -1,7 +1,7 @@
 """Executes steps on one NPU: fills buffers, replays graphs or runs eagerly, samples and drafts.
 
-It owns the model, the KV cache, the static buffers and the captured graphs of its rank. It makes no
-decisions, because the plan contains all decisions.
+The runner owns the model, the KV cache, the static buffers and the captured graphs of its rank. The
+runner makes no decisions, because the plan contains all decisions.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class ModelRunner:
         self._watch.on_lap = note
 
     def _tokens_at(self, references: IntArray) -> Tensor:
-        """Return the tokens for which the references stand, [n] int32."""
+        """Return the tokens on the device for which the references stand, [n] int32."""
         return self._work.tokens.fill_in(self._npu.upload(references))
 
     # ---- graphs
@@ -363,9 +363,9 @@ class ModelRunner:
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; return its result.
 
-        When this method returns, the device has executed the step, but perhaps not yet its
+        When this method returns, the device has executed the step, but may still execute the step's
         drafting. So a fault of the device during the step is attributed to this step, but a fault
-        during its drafting is attributed to the next step.
+        during drafting is attributed to the next step.
         """
         return self._flights.finish()
 
@@ -415,7 +415,7 @@ class ModelRunner:
             return self._copier.advance()
 
     def num_read(self) -> dict[str, int]:
-        """Return, for each tier, how many KV blocks were read from its files."""
+        """Return, for each tier, how many KV blocks were read from the tier's files."""
         return {} if self._copier is None else self._copier.num_read
 
     def end_copies(self, timeout_s: float) -> None:
@@ -424,7 +424,7 @@ class ModelRunner:
             self._copier.end_files(timeout_s)
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Send guessed lengths of the next step until ``is_wanted_elsewhere`` returns true."""
+        """Send guessed KV lengths of the next step to graphs until ``is_wanted_elsewhere()``."""
         with translated("sending lengths ahead"):
             self._replays.send_ahead(is_wanted_elsewhere)
 
@@ -543,7 +543,7 @@ class ModelRunner:
         self, inputs: HostStep, land: Callable[[], IntArray], answer: Callable[[], None]
     ) -> None:
         """If the masks of this step depend on tokens of the previous step, wait for the previous
-        step and report it. During this wait, the device can already run this step's decoder.
+        step and report its result. During this wait, the device can run this step's decoder.
         """
         if self._samples and self._flights and self._matchers.concern(inputs):
             land()

@@ -57,8 +57,8 @@ def queue_prompts(
     logits_of: Callable[[Tensor], Tensor],
     most: int,
 ) -> list[ComingPrompt]:
-    """Compute the log-probabilities of prompts for the requests that ask for them, and queue their
-    copies to the host.
+    """Compute the log-probabilities of prompts for the requests that ask for log-probabilities, and
+    queue copies of the results to the host.
 
     Every rank of a tensor parallel group calls this with the same rows. The host does not wait.
 
@@ -80,7 +80,7 @@ def queue_prompts(
         if begin >= end:  # no token of the prompt follows these tokens
             continue
         # Index of the request's first token among the step's tokens. If an earlier step has run the
-        # first token, this is the index that it would have.
+        # first token, the index is negative or is the index of another request's token.
         start = query_end - kv_len
         states = torch.split(hidden[start + begin : start + end], most)
         tokens = npu.upload(batch.token_ids[row, begin + 1 : end + 1].copy())

@@ -69,7 +69,7 @@ class RankCaches:
         self.decoder.clear()
 
     def zero(self) -> None:
-        """Set all tensors to zero. Otherwise their memory could contain NaN values, which would
+        """Set all tensors to zero. Otherwise the tensors could contain NaN values, which would
         spread to results.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Queues the full graphs of a step, and sends the lengths of its attention operators before or
+"""Queues the full graphs of a step, and sends lengths to the captured attention operators before or
 after the replays.
 """
 
@@ -18,11 +18,12 @@ from dist_aclgraph.steps.padding import GraphLens, Lens
 
 
 class Replays:
-    """Owns the update stream, and the guessed lengths of the next step.
+    """Owns the stream on which lengths are sent to captured attention operators, and the guessed
+    lengths of the next step.
 
     Args:
         addresses: addresses of the buffers that graphs read and write.
-        graph_lens: pads the lengths of steps.
+        graph_lens: pads the query lengths and KV lengths of steps.
         max_len: maximum length of a request. No length above this maximum is guessed.
         sends_ahead: whether guessed lengths of the next step are sent while the host waits for the
             device.
@@ -110,13 +111,14 @@ class Replays:
         """Record how long the device waited for lengths in a finished step.
 
         Args:
-            span: the result of ``begin``; if None, nothing is recorded.
+            span: the measurement that ``begin`` returned for the step; if None, nothing is
+                recorded.
         """
         if self._update_wait is not None and span is not None:
             self._watch.book("update_wait", self._update_wait.take_us(span))
 
     def forget(self) -> None:
-        """Drop this step, and the guessed lengths of the next step."""
+        """Drop the lengths of the present step, and the guessed lengths of the next step."""
         self._step = self._ahead = None
 
     def guess_next(self, inputs: HostStep, counts: IntArray | int) -> None:

@@ -27,7 +27,7 @@ from dist_aclgraph.steps.host_step import HostStep
 
 
 class StateSteps:
-    """Makes the metadata of steps, and copies states. It owns nothing but constants.
+    """Makes the metadata of steps, and copies states. Owns only constants.
 
     Args:
         passed: [num_rows + 1] int32, for each row the number of drafts accepted in its last step;
@@ -54,13 +54,14 @@ class StateSteps:
         return StateMetadata(direct=self._direct(bases, rows))
 
     def of_step(self, inputs: HostStep) -> StateMetadata:
-        """Return the metadata of any mixture of live requests.
+        """Return the metadata of any mixture of requests without padding.
 
         A request is called direct if it updates its state token by token. With drafts, a request is
-        direct if it verifies drafts. Without drafts, it is direct if it runs one token. A request
-        that comes from another group first runs the output tokens that it already has, without
-        sampling. In these steps, the request is also direct, so that its state is rounded in the
-        same way as in the other group. The requests that decode are the first requests of a batch.
+        direct if it verifies drafts. Without drafts, a request is direct if it runs one token. A
+        request that comes from another group first runs the output tokens that it already has,
+        without sampling. In these steps, the request is also direct, so that its state is rounded
+        in the same way as in the other group. The requests that decode are the first requests of a
+        batch.
         """
         lens = np.diff(inputs.query_ends, prepend=np.int32(0))
         logits = np.zeros(len(lens), np.int32)
@@ -128,8 +129,8 @@ class StateSteps:
             tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
 
     def _direct(self, bases: Tensor, rows: Tensor | None) -> DirectStates:
-        """Return the slots for direct requests: the slots that contain their present states, and
-        the slots for their new states.
+        """Return the slots for requests that update their states token by token: the slots that
+        contain their present states, and the slots for their new states.
 
         Args:
             bases: [n] int32, the first state slot of each request's row; 0 for padding.
@@ -143,10 +144,10 @@ class StateSteps:
         return DirectStates.of_windows(bases, accepted, layout)
 
     def _layout(self, num_reqs: int) -> DirectLayout:
-        """Return the layout for ``num_reqs`` direct requests.
+        """Return the constant index arrays for ``num_reqs`` requests that update their states token
+        by token.
 
-        Each layout is made once and never freed, because graphs contain the addresses of its
-        arrays.
+        The arrays are made once and never freed, because graphs contain their addresses.
         """
         if num_reqs not in self._layouts:
             self._layouts[num_reqs] = DirectLayout.of_graph(

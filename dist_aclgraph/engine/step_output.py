@@ -46,10 +46,11 @@ TokensAt = Callable[[IntArray], Tensor]
 
 @dataclass(frozen=True)
 class SpecialPlaces:
-    """The special places of a step (see ``sampling_places``), and their chosen tokens.
+    """The special places of a step, and their chosen tokens. A place is special if its token is not
+    simply the most probable token, or if its request wants log-probabilities.
 
     Attributes:
-        logits: [n, vocab], the logits of these places.
+        logits: [n, vocab], the logits of the special places.
         chosen: [n] int32, the chosen token of each place.
     """
 
@@ -94,7 +95,8 @@ class _Landing:
     Attributes:
         tokens: [max_samples * (k + 1)] int32, the sampled tokens.
         accepted: [max_samples] int32, number of accepted drafts of each request.
-        best: [max_samples * (k + 1)], the greatest logit of each place, in the dtype of logits.
+        best: [max_samples * (k + 1)], for each sampled token, the greatest of its logits, in the
+            dtype of logits.
         tally: int64, of shape TALLY_SHAPE, counters of tokens at experts.
         arrays: ``tokens``, ``accepted`` and ``tally`` as NumPy arrays.
         bits: ``best`` as integers with the same bits.
@@ -153,7 +155,7 @@ class StepOutput:
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
         # ``_coming_rows``: the rows that have bad words, and whose latest tokens are not on the
-        # host, because a step in flight samples them. ``_coming``: these tokens.
+        # host, because a step in flight samples these tokens. ``_coming``: these tokens.
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()
@@ -205,7 +207,9 @@ class StepOutput:
                 self._coming = token_ids(coming.references)
 
     def _forbid_words(self, step: HostStep, known: StepPlaces, logits: Tensor) -> Tensor:
-        """Return the logits of special places, with -inf for the last tokens of bad words."""
+        """Return the logits of the step's ``SpecialPlaces``, with -inf for last tokens of bad
+        words.
+        """
         batch = self._batch
         if not batch.sampling.bad_words:
             return logits
@@ -230,7 +234,8 @@ class StepOutput:
         tokens: Tensor,
         masks_of: Callable[[StepPlaces], Masks | None] | None = None,
     ) -> SpecialPlaces | None:
-        """Sample the special places, and write the chosen tokens into ``tokens``.
+        """Sample the places whose tokens are not simply the most probable tokens
+        (``SpecialPlaces``), and write the chosen tokens into ``tokens``.
 
         Args:
             logits: [num_samples * (k + 1), vocab]. If rows have masks, this method may set the
@@ -265,8 +270,8 @@ class StepOutput:
         return SpecialPlaces(known, logits, chosen)
 
     def forget(self) -> None:
-        """Drop all values that were sent to the device, because they may not have reached it before
-        the device was aborted.
+        """Drop all values that were sent to the device, because the values may not have reached the
+        device before its abort.
         """
         self._known.forget()
         self._counts.forget()
@@ -286,8 +291,9 @@ class StepOutput:
         """Queue copies of a step's results to the host; the host does not wait.
 
         Args:
-            tokens: [>= num_samples * (k + 1)] int32, the sampled tokens; live requests come first.
-            best: the greatest logit of each place.
+            tokens: [>= num_samples * (k + 1)] int32, the sampled tokens; live requests come before
+                padding.
+            best: for each sampled token, the greatest of its logits.
             accepted: [>= num_samples] int32, number of accepted drafts; None if the deployment uses
                 no drafts.
             tally: int64, of shape TALLY_SHAPE; None if the step does not change the counters.
@@ -325,8 +331,8 @@ class StepOutput:
         """Wait for a step and return its results.
 
         Args:
-            while_waiting: function that does other work of the host; it is called before the wait.
-                Its argument is a function that returns whether the results have arrived.
+            while_waiting: function that does other work of the host. The function is called before
+                the wait. Its argument is a function that returns whether the results have arrived.
         """
         landing, num_samples = coming.landing, coming.num_samples
         while_waiting(landing.ready.query)

@@ -31,8 +31,8 @@ class Sampled:
     """The queued work of a step, without its drafts.
 
     Attributes:
-        tokens: [num_samples * (k + 1)] int32, the sampled token of each place.
-        best: [num_samples * (k + 1)], the greatest logit of each place.
+        tokens: [num_samples * (k + 1)] int32, the sampled tokens.
+        best: [num_samples * (k + 1)], for each sampled token, the greatest of its logits.
         accepted: [num_samples] int32, number of accepted drafts of each request; None if the
             deployment uses no drafts.
         span: measures the replays of a full graph; None if replays are not measured.
@@ -94,8 +94,8 @@ class StepsInFlight:
         # ``waited_us``.
         self._ended: deque[tuple[QueuedStep, HostOutput, int]] = deque()
         # The moment at which the queued work of the second oldest step became enough to keep the
-        # device busy; 0 if it is not enough yet. From this time on, the host only waits for the
-        # oldest step.
+        # device busy; 0 while there is too little queued work. From this time on, the host only
+        # waits for the oldest step.
         self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.
         self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)
@@ -146,7 +146,8 @@ class StepsInFlight:
         them.
 
         Args:
-            records: [num_reqs, 4] as in ``RankBatch.scheduled``.
+            records: [num_reqs, 4], for each request: row, num_computed_tokens,
+                num_scheduled_tokens, num_logits.
 
         Returns:
             [num_reqs]: for each request whose last token was not yet on the host, the number of
@@ -164,7 +165,7 @@ class StepsInFlight:
 
         Args:
             report: called with each result.
-            stage: the name of the stage on which the host is working now, a stage of the next step.
+            stage: the host now works on the next step; this is the name of its present stage.
             is_queued: whether enough work of the next step is queued to keep the device busy while
                 the host queues the remaining work.
         """
@@ -242,10 +243,9 @@ class StepsInFlight:
         self._num_passed[:] = 0
 
     def forget_unplaced(self) -> None:
-        """From now on, report numbers of tokens beyond capacity without the tokens of the aborted
-        steps.
+        """From now on, report ``num_unplaced`` without the tokens of the aborted steps.
 
-        The device's counter includes tokens of the aborted steps, so its current value is
+        The device's counter includes tokens of the aborted steps, so the counter's current value is
         subtracted from later values.
         """
         self._num_unplaced = int(self.tally[0, 1, 0])

@@ -15,14 +15,16 @@ Forward = Callable[[TaskRecorder | None], None]
 
 
 class CapturedGraph:
-    """Owns an NPU graph, its task handles and its events.
+    """Owns an NPU graph, and the task handles and the events of its attention operators.
 
-    The inputs of a replay must have as many rows and tokens as the inputs of the capture. They must
-    be in the buffers whose addresses the graph contains. All other inputs are refused.
+    The inputs of a replay must have as many rows and tokens as the inputs of the capture. The
+    inputs of a replay must be in the buffers whose addresses the graph contains. All other inputs
+    are refused.
 
     Attributes:
         graph: torch_npu's graph.
-        updates: sends lengths to the attention tasks, before and after a replay.
+        updates: sends lengths to the captured attention operators (tasks), before and after a
+            replay.
     """
 
     def __init__(
@@ -57,9 +59,9 @@ class CapturedGraph:
 
         Args:
             addresses: addresses of the buffers that contain the step's inputs.
-            lens: the step's lengths, padding included. If lengths were sent ahead, ``after_replay``
-                must get the same lengths as this method. If no lengths were sent ahead,
-                ``after_replay`` can get other lengths.
+            lens: the step's lengths, padding included. If these lengths were sent to the tasks
+                before the replay, ``after_replay`` must be called with the same lengths. Otherwise,
+                it may be called with other lengths.
 
         Raises:
             ReplayMismatchError: the inputs do not fit the capture; nothing was queued.
@@ -82,8 +84,8 @@ class CapturedGraph:
         self.graph.replay()
 
     def release(self) -> None:
-        """Release the graph's streams and memory, and return its events to the pool, where the next
-        capture finds them.
+        """Release the graph's streams and memory, and return its events to ``EventPool``, so that
+        the next capture can use the events.
         """
         tasks = self._recorder.tasks
         self._recording.forget(self.graph)

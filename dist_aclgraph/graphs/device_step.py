@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class DraftInputs(NamedTuple):
-    """The places from which drafting continues: the places of a step's sampled requests.
+    """The places from which drafting continues: the tokens of a step after which it samples.
 
     Attributes:
         rows: [num_reqs] int32, rows of the requests. Padding requests have the spare row, whose
@@ -36,11 +36,11 @@ class DraftInputs(NamedTuple):
 
 
 class SharedPlaces(NamedTuple):
-    """The prefill rank that runs the token at each place, in a step whose prompts are split.
+    """The prefill rank that runs each place, in a step whose prompts are split. A place is a token
+    of the step after which a token is sampled.
 
     Attributes:
-        owners: [num_places] int32, the rank that runs the token of each place; padding places are
-            included.
+        owners: [num_places] int32, the rank that runs each place; padding places are included.
         landings: [num_places] int32, without padding places. For each place, the index of its token
             in this rank's list of tokens. If another rank runs the token, the index is the length
             of this list, padding included.
@@ -59,7 +59,7 @@ class DeviceStep:
 
     Attributes:
         token_ids, positions, slots: [num_tokens], padding included.
-        block_table: [num_reqs, num_blocks]; it has rows of padding requests only in graphs.
+        block_table: [num_reqs, num_blocks]; the table has rows of padding requests only in graphs.
         places: indices of the tokens whose logits are needed. In graphs, the shape is [num_reqs],
             padding included; but if every request verifies drafts, all tokens are places. Outside
             of graphs, only live requests have places, and the shape is [num_samples * (k + 1)].
@@ -69,8 +69,8 @@ class DeviceStep:
             and one spare element. None in graphs, or if the deployment uses no drafts.
         draft_table: [num_samples, num_blocks], block table of the live sampled requests. None in
             graphs, or if the deployment uses no drafts.
-        shared: the rank that runs the token of each place, if prompts are split between ranks;
-            otherwise None.
+        shared: the rank that runs each of ``places``, if prompts are split between ranks; otherwise
+            None.
         state_slots: [num_reqs], first state slot of each request's row (see ``StateSlots``), 0 for
             padding. Set only in graphs of a model with recurrent state.
         query_ends, kv_lens: [num_reqs], as ``pad_mixed`` returns them. Set only in full graphs of

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hashes every operator that runs inside the context, collectives included.
 
-    The hash covers operators' names, and the types and shapes of their tensors. It covers no
-    values, because weights and addresses differ between ranks.
+    The hash covers the names of the operators, and the types and shapes of the operators' tensors.
+    The hash covers no values, because weights and addresses differ between ranks.
     """
 
     def __init__(self) -> None:

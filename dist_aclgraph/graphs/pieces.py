@@ -3,8 +3,8 @@ between two attention operators.
 
 Attention runs eagerly between the pieces, with the lengths of the step. So the same graphs can be
 replayed for any mixture of prefill and decode. The values that one piece passes to the next piece
-are in the memory pool that all graphs share. They are valid only until the next piece of the same
-step has run.
+are in the memory pool that all graphs share. These values are valid only until the next piece of
+the same step has run.
 """
 
 from __future__ import annotations

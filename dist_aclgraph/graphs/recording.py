@@ -44,8 +44,8 @@ class EventPool:
 class Recording:
     """Owns the only stream on which graphs are recorded, and the memory pool that all graphs share.
 
-    There is only one stream, because blocks of the pool belong to the stream that allocated them.
-    So every graph gets the blocks that the previous graph freed, at the same addresses.
+    There is only one stream, because each block of the pool belongs to the stream that allocated
+    the block. So every graph gets the blocks that the previous graph freed, at the same addresses.
     """
 
     def __init__(self, npu: Npu, pool: GraphPool) -> None:

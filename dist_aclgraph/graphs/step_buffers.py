@@ -1,13 +1,14 @@
-"""The inputs and outputs of graphs, at fixed addresses. They are allocated once, for the largest
-graph.
+"""The inputs and outputs of graphs, at fixed addresses. The buffers are allocated once, for the
+largest graph.
 
-The integer inputs of a graph (tokens, positions, slots, places) are at the front of one buffer,
-each array at an aligned address. So a step sends all of these inputs in one copy. If the block
-table has changed, the step sends it in a second copy. An array that the pinned memory already
-contains is not written there again. A graph that verifies drafts has inputs for drafts instead of
-``places``, because all of its tokens are sampled. Padding has these values: token 0, position 0,
-slot -1 (its KV is not written), place 0, the spare row, 0 as the maximum number of accepted drafts,
-and block 0 (the dummy block, which no request owns).
+The integer inputs of a graph (tokens, positions, slots, and the indices of the tokens whose logits
+are needed, called places) are at the front of one buffer, each array at an aligned address. So a
+step sends all of these inputs in one copy. If the block table has changed, the step sends the table
+in a second copy. An array that the pinned memory already contains is not written there again. A
+graph that verifies drafts has inputs for drafts instead of ``places``, because all of its tokens
+are sampled. Padding has these values: token 0, position 0, slot -1 (its KV is not written), place
+0, the spare row, 0 as the maximum number of accepted drafts, and block 0 (the dummy block, which no
+request owns).
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ class StepBuffers:
 
     Attributes:
         addresses: the addresses of the buffers, which captured graphs contain.
-        logits: [max_samples, vocab], the logits of the sampled places.
+        logits: [max_samples, vocab], the logits from which tokens are sampled.
         tokens: token table; its latest tokens are the array ``sampled``. None if the deployment
             uses drafts.
         sampled: [max_samples] int32, the sampled tokens. A replay writes the most probable tokens;
-            then the sampler overwrites the tokens of special places.
-        best: [max_samples], the greatest logit of each sampled place. It is finite unless the
-            place's logits contain NaN or infinity.
+            then the sampler overwrites the tokens that must be chosen in another way.
+        best: [max_samples], for each sampled token, the greatest of its logits. It is NaN or
+            infinite if the logits contain NaN or infinity.
         hidden: [max_tokens, hidden], hidden states of all tokens; empty if the deployment uses no
             drafts.
         accepted: [max_reqs] int32, number of accepted drafts of each request. A replay compares the
-            drafts with the most probable tokens. If the step has special places, the drafts are
-            compared again with the sampled tokens.
+            drafts with the most probable tokens. If the sampler has overwritten tokens, the drafts
+            are compared again with the sampled tokens.
         num_written: number of steps whose inputs have been written.
     """
 
@@ -76,8 +77,8 @@ class StepBuffers:
         Args:
             num_drafts: k, number of drafts of each request that decodes.
             spare_row: row of padding requests.
-            steps_in_flight: maximum number of steps in flight; each of them has its own pinned
-                memory.
+            steps_in_flight: maximum number of steps in flight; each step in flight has its own
+                pinned memory.
             state_slots: slots of recurrent states; None if the model has no recurrent state.
             reads_device_rows: whether attention reads lengths on the device.
         """
@@ -98,7 +99,8 @@ class StepBuffers:
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._block_table = torch.zeros((max_reqs, max_blocks), dtype=torch.int32, device=device)
         self.logits = torch.zeros((max_samples, vocab_size), dtype=dtype, device=device)
-        # Eager steps also write to this tensor, because the next step reads their tokens from it.
+        # Eager steps also write to this tensor, because the next step reads their tokens from this
+        # tensor.
         num_sampled = max(max_samples, spare_row)
         self.tokens: TokenTable | None = None
         if num_drafts:
@@ -122,8 +124,9 @@ class StepBuffers:
         self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)
         # The block table of the last step, if ``_table`` contains the same blocks; otherwise None.
         self._latest_table: IntArray | None = None
-        self._written_rows = 0  # number of rows of the last step's block table
-        self._written_width = 0  # number of columns of this table; ``_table`` is zero after them
+        # Size of the last step's block table. ``_table`` is zero after the columns of that table.
+        self._written_rows = 0
+        self._written_width = 0
         self._is_forgotten = False  # whether the next step must send all rows of the block table
         self._stream = runtime().current_stream()
 
@@ -143,8 +146,8 @@ class StepBuffers:
         layout = self._layouts[graph]
         arrays = layout.arrays[index]
         held = twins.held if twins.graph == graph else NOTHING_HELD
-        # In a piecewise step, there can be more places than the graph's input ``places`` has
-        # elements. But then ``upload_step`` sends the places.
+        # In a piecewise step, logits of more tokens can be needed than the graph's input ``places``
+        # has elements. But then ``upload_step`` sends the indices of these tokens.
         values = step.token_ids, step.positions, step.slots, step.places, step.rows
         num_filled = 3 if self._verifies(graph) else 4
         for array, new, old, padding in zip(
@@ -182,8 +185,8 @@ class StepBuffers:
         self.write(graph, NO_STEP)
 
     def mark_read(self, num_written: int) -> None:
-        """Record that the device has read the inputs of some steps, so that their pinned memory can
-        be written again.
+        """Record that the device has read the inputs of some steps, so that the pinned memory of
+        these steps can be written again.
 
         Args:
             num_written: value of the attribute ``num_written`` after the last step whose inputs the
@@ -251,7 +254,7 @@ class StepBuffers:
         _fill(slots, NO_INTS if drafts is None else drafts.slots.ravel(), PADDING_SLOT)
 
     def _reqs_of(self, graph: BatchDescriptor) -> int:
-        # Pieces contain no attention, so they accept any number of requests.
+        # Piecewise graphs contain no attention, so they accept any number of requests.
         return graph.num_reqs or min(graph.num_tokens, self._max_reqs)
 
     def _sizes(self, graph: BatchDescriptor) -> list[int]:
@@ -271,8 +274,8 @@ class StepBuffers:
 
         Each row has enough entries for the longest possible request. To save bytes, only the rows
         from the first to the last changed row are sent. Entries after a step's last column are set
-        to the dummy block. The reason is that attention without updates of lengths reads all
-        entries, and its mask cannot hide NaN values in the blocks of earlier requests.
+        to the dummy block: in graphs whose lengths are never updated, attention reads the blocks of
+        all entries. A mask cannot hide NaN values in the blocks of earlier requests.
         """
         if block_table is self._latest_table:
             return None

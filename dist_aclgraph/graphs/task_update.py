@@ -1,4 +1,5 @@
-"""Attention operators inside a captured graph. For each replay, their lengths are patched.
+"""Attention operators inside a captured graph. For each replay, the lengths of these operators are
+patched.
 
 A capture records each attention operator as a task group. Before the operator, the capture inserts
 a wait for an external event and the reset of this event. A patch issues the operator again into the
@@ -6,8 +7,8 @@ task group, with a step's lengths, on the update stream. Then the event is recor
 graph continues. Lengths are sent either
 
 - *after* the replay is queued: patch and record layer by layer, while the device runs; or
-- *ahead* of the replay: while the host waits for the device, it sends guessed lengths for the next
-  step. A task is *open* if it is patched and its event is recorded before its replay is
+- *ahead* of the replay: while the host waits for the device, the host sends guessed lengths for the
+  next step. A task is *open* if it is patched and its event is recorded before its replay is
   queued. Open tasks are always the first tasks of the graph: if other work arrives, the host stops
   between two layers, and patches the remaining tasks after the replay is queued.
 
@@ -47,9 +48,9 @@ class UpdatableTask:
     """One captured attention operator.
 
     Attributes:
-        arguments: arguments of the operator. They include the lengths that were sent to the task
-            last. Device tensors among the arguments are weak references, so that the graph's pool
-            can reuse their memory inside the graph.
+        arguments: arguments of the operator. The arguments include the lengths that were sent to
+            the task last. Device tensors among the arguments are weak references, so that the
+            graph's pool can reuse their memory inside the graph.
         ahead: index of the iteration of drafting to which the operator belongs. The operator uses
             the KV lengths of this iteration.
     """
@@ -62,7 +63,7 @@ class UpdatableTask:
 
     def open(self, stream: Any, lens: Lens) -> None:
         """Send the lengths ``lens`` if the task does not have them already, and record the task's
-        event.
+        event, so that the replay continues after it.
 
         ``stream`` must be current.
         """
@@ -77,8 +78,9 @@ class UpdatableTask:
             self._update(stream)
         except RuntimeError:
             # After an error of the operator, the task update is still open and must be ended. After
-            # other errors, no update is open, so ``end_task_update`` raises a second error. It is
-            # ignored, because only the first error names the cause, e.g. a stopped device.
+            # other errors, no update is open, so ``end_task_update`` raises a second error. This
+            # second error is ignored, because only the first error names the cause, e.g. a stopped
+            # device.
             with suppress(RuntimeError):
                 npu.end_task_update(stream)
             raise
@@ -94,7 +96,9 @@ class UpdatableTask:
         self.event.record(stream)
 
     def forget(self, stream: Any) -> None:
-        """Drop the lengths of the task, and reset the task's event on ``stream``."""
+        """Drop the lengths that were sent to the task last, and reset the task's event on
+        ``stream``.
+        """
         for name in (self.operator.kv_lens, self.operator.query_ends):
             # No step has lengths of -1, so the next step will send its own lengths.
             self.arguments[name] = [-1] * len(self.arguments[name])
@@ -102,10 +106,10 @@ class UpdatableTask:
 
 
 class TaskRecorder:
-    """Collects the updatable tasks of one graph while it is captured.
+    """Collects the updatable tasks of one graph during its capture.
 
-    Owns the operators' workspace. All tasks of the graph share it, because they run one after
-    another.
+    Owns the operators' workspace. All tasks of the graph share the workspace, because tasks run one
+    after another.
     """
 
     def __init__(self, stream: Any, events: EventPool) -> None:
@@ -183,7 +187,9 @@ class TaskUpdates:
         self._closed: Any = npu.runtime().Event()
 
     def before_replay(self, main_stream: Any, update_stream: Any, lens: Lens) -> None:
-        """Close the open tasks, if their lengths differ from the replay's lengths."""
+        """If the lengths that were sent ahead differ from the replay's lengths ``lens``, reset the
+        events of the tasks that have the wrong lengths.
+        """
         if self._num_open == 0 or lens == self._open_lens:
             return
         for task in self._tasks[: self._num_open]:
@@ -200,7 +206,8 @@ class TaskUpdates:
         lens: Lens,
         between: Callable[[], None] = lambda: None,
     ) -> int:
-        """Open the remaining tasks for the queued replay; return the number of these tasks.
+        """Send the lengths to all tasks of the queued replay that did not get them ahead of the
+        replay, and record the events of these tasks. Return the number of these tasks.
 
         The host does not wait for the device.
 
@@ -220,8 +227,7 @@ class TaskUpdates:
 
     def forget(self, main_stream: Any) -> None:
         """Call this after an abort of the device, which has also dropped updates and replays. After
-        this call, all tasks are closed and have no lengths. The graph's events are reset on
-        ``main_stream``.
+        this call, no task has lengths. The graph's events are reset on ``main_stream``.
         """
         for task in self._tasks:
             task.forget(main_stream)
@@ -234,8 +240,8 @@ class TaskUpdates:
         lens: Lens,
         is_wanted_elsewhere: Callable[[], bool],
     ) -> None:
-        """Open tasks for the next replay, one after another, until all are open or the host has
-        other work.
+        """Send guessed lengths of the next replay to one task after another, and record the tasks'
+        events, until all tasks have lengths or the host has other work.
 
         If the host had other work, a later call with the same lengths continues with the next task.
         """

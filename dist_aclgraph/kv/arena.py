@@ -1,4 +1,4 @@
-"""Arena: divides one memory into slots of any size. A slot is given to one owner at a time."""
+"""Arena: divides one memory into slots of any size. A slot has one user at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class Slot(NamedTuple):
 
 
 class Arena:
-    """Owns the bytes from ``start`` up to ``end`` of a memory. One thread at a time may call it."""
+    """Owns the bytes from ``start`` up to ``end`` of a memory. Calls from several threads must not
+    overlap.
+    """
 
     def __init__(self, start: int, end: int) -> None:
         self._start, self._end = start, end
@@ -24,11 +26,13 @@ class Arena:
 
     @property
     def is_used(self) -> bool:
-        """Whether at least one slot has an owner."""
+        """Whether at least one slot is in use."""
         return bool(self._taken)
 
     def take(self, num_bytes: int) -> Slot | None:
-        """Return a slot that no other owner has; None if no gap is large enough."""
+        """Return a free slot of at least ``num_bytes`` bytes; None if no free range is large
+        enough.
+        """
         start = self._start
         for slot in (*self._taken, Slot(self._end, self._end)):
             if start + num_bytes <= slot.start:
@@ -39,5 +43,5 @@ class Arena:
         return None
 
     def give_back(self, slot: Slot) -> None:
-        """Free the slot for other owners. Nothing may access it after this call."""
+        """Free the slot. Nothing may access the slot's bytes after this call."""
         self._taken.remove(slot)

@@ -1,11 +1,11 @@
 """Files with copies of KV blocks, in a folder whose size is limited.
 
 A file contains one block of one rank: the block's part in each layer's tensors, one tensor after
-another. Its name is the hash of the block's tokens and of all tokens before them, so every request
-with these tokens can use the file. A file is renamed to its final name when it is complete, and
-does not change afterwards. Any number of processes may read and write the same folder. No process
-keeps an index of the files; each process asks the file system. If one process deletes a file while
-another process reads it, the reader can still read the whole file.
+another. The file's name is the hash of the block's tokens and of all tokens before them, so every
+request with these tokens can use the file. A file is renamed to its final name when it is complete,
+and does not change afterwards. Any number of processes may read and write the same folder. No
+process keeps an index of the files; each process asks the file system. If one process deletes a
+file while another process reads it, the reader can still read the whole file.
 
 The count file, protected by a lock, contains the total size of all block files. If a new file does
 not fit, the least recently used files are deleted.
@@ -71,8 +71,8 @@ class BlockFiles:
     """The files of one rank's blocks.
 
     Args:
-        root: the folder whose size is limited. It may contain the folders of several models and
-            ranks.
+        root: the folder whose size is limited. The folder may contain the folders of several models
+            and ranks.
         folder: the folder below ``root`` for the blocks of this rank.
         max_bytes: maximum size of all block files below ``root`` together, headers included.
     """
@@ -171,7 +171,7 @@ class BlockFiles:
 
     def file_bytes(self, block_hash: BlockHash, max_bytes: int) -> bytes:
         """Return the contents of a block's file, header included; empty if there is no file, or if
-        it has more than ``max_bytes``.
+        the file has more than ``max_bytes``.
         """
         file = self.open_file(block_hash, max_bytes)
         if file is None:
@@ -181,8 +181,8 @@ class BlockFiles:
         return b""
 
     def open_file(self, block_hash: BlockHash, max_bytes: int) -> FileIO | None:
-        """Open the file of a block. Return None if there is no file, or if it is empty or has more
-        than ``max_bytes``. The caller must close the file.
+        """Open the file of a block. Return None if there is no file, or if the file is empty or has
+        more than ``max_bytes``. The caller must close the file.
         """
         try:
             file = FileIO(self.path_of(block_hash))

@@ -51,7 +51,7 @@ class BlockPool:
             blocks.
         checkpoints: the checkpoints of a model with recurrent state; None for other models. A
             checkpoint is freed when the last block before it is evicted from the prefix cache.
-        events: receives the events of the prefix cache; None if they are not published. The pool
+        events: receives the events of the prefix cache; None if events are not published. The pool
             reports evicted blocks; ``store_block``, which knows the tokens, reports stored blocks.
     """
 
@@ -209,17 +209,18 @@ class BlockPool:
 
     def condemn(self, block_ids: Iterable[int]) -> None:
         """Record that used blocks might contain NaN. From now on, ``match`` does not find these
-        blocks, and each of them is cleaned after it is freed.
+        blocks. After a block is freed, workers clean it (set it to zero).
         """
         for block_id in block_ids:
             self._forget(block_id)
             self._condemned.add(block_id)
 
     def take_dirty(self) -> list[int]:
-        """Return the blocks that workers must clean before the next step. Each block is returned
-        only once.
+        """Return the blocks that workers must clean (set to zero) before the next step. Each block
+        is returned only once.
 
-        The result includes the dummy block, to which tokens after the end of a request are written.
+        The result includes the dummy block, because the KV of tokens after a request's end is
+        written there.
         """
         if not self._dirty:
             return []
@@ -227,7 +228,9 @@ class BlockPool:
         return dirty
 
     def clean_first(self, block_ids: Iterable[int]) -> None:
-        """Let workers clean these blocks before the next step. The blocks may be used or free."""
+        """Let workers clean these blocks (set them to zero) before the next step. The blocks may be
+        used or free.
+        """
         self._dirty += [block_id for block_id in block_ids if block_id != DUMMY_BLOCK]
 
     def hash_of(self, block_id: int) -> BlockHash | None:

@@ -20,8 +20,9 @@ MIN_BLOCKS = 2  # minimum number of blocks: the dummy block, and one block for r
 def elements_per_token(facts: ModelFacts, tp: int) -> int:
     """Return how many elements one TP rank keeps for each token in each layer.
 
-    The elements are the keys and values of the rank's heads. With latent attention, they are the
-    latent and the rotated key, which all heads share and every rank keeps.
+    The elements are the keys and values of the rank's heads. With latent attention, the elements
+    are the latent and the rotated key, which all heads share. Every rank keeps the whole latent and
+    the whole rotated key.
 
     Raises:
         ConfigError: the heads cannot be divided evenly among the ranks.
@@ -32,8 +33,8 @@ def elements_per_token(facts: ModelFacts, tp: int) -> int:
 
 
 def how_to_shrink_weights(config: Config) -> str:
-    """Return the end of an error message. It names the configuration keys that make each rank's
-    weights smaller.
+    """Return the end of an error message. This text names the configuration keys that make each
+    rank's weights smaller.
     """
     more = "parallel.tp or parallel.ep" if config.parallel.ep > 1 else "parallel.tp"
     return f"raise {more}" + ("" if config.makes_int8 else ", or set quantization=w8a8")
@@ -47,7 +48,8 @@ class PagedTensor:
         num_layers: number of layers that have the tensor.
         width: number of elements of a token in one layer, on one rank.
         is_whole: whether every rank stores the data of all tokens, even if the cache is sharded.
-        is_int8: whether the elements are int8. If false, they have the type ``KVCacheSpec.dtype``.
+        is_int8: whether the elements are int8. If false, the elements have the type
+            ``KVCacheSpec.dtype``.
     """
 
     num_layers: int
@@ -159,8 +161,8 @@ class KVCacheSpec:
         small for this length.
         """
         blocks = num_blocks - 1  # number of blocks without the dummy block
-        # A request can be one token longer than its blocks, because the KV of its last token is
-        # never written.
+        # A request can have one token more than its blocks have room for, because the KV of its
+        # last token is never written.
         return min(max_model_len, blocks * self.tokens_per_block + 1)
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:

@@ -1,9 +1,9 @@
 """Checkpoints: copies of recurrent states. A later request with the same prefix starts from such a
 copy.
 
-Layers with linear attention store no keys. They store one state for each request, and every token
-changes this state. So a request can share a prefix only up to a position where the state was copied
-to a checkpoint.
+Layers with linear attention store no keys. Such layers store one state for each request, and every
+token changes this state. So a request can share a prefix only up to a position where the state was
+copied to a checkpoint.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Checkpoints:
         return min((p for p in (following, last) if num_computed < p <= last), default=num_tokens)
 
     def longest(self, hashes: Sequence[BlockHash]) -> int:
-        """Find the last stored checkpoint of a prefix. Return the number of blocks before it; 0 if
-        no checkpoint is stored.
+        """Find the last stored checkpoint of a prefix. Return the number of blocks before this
+        checkpoint; 0 if no checkpoint is stored.
         """
         for count in range(len(hashes), 0, -1):
             if hashes[count - 1] in self._stored:

@@ -1,7 +1,7 @@
 """Describes the changes of a prefix cache as events in vLLM's format, for external routers.
 
-vLLM defines the events in ``vllm/distributed/kv_events.py``. The events here have those fields that
-every version of vLLM from 0.9 on sends, in the same order. Later versions of vLLM add optional
+vLLM defines the events in ``vllm/distributed/kv_events.py``. The events here have the fields that
+every version of vLLM from 0.9 on sends, in vLLM's order. Later versions of vLLM add optional
 fields. The routers of llm-d and Dynamo accept events in two encodings: as arrays (vLLM up to 0.23)
 and as maps (vLLM from 0.24).
 """
@@ -123,7 +123,7 @@ class CacheEvents:
         self._last_stored = block_hash
 
     def removed(self, block_hash: BlockHash) -> None:
-        """Report that a block was evicted. Do nothing if ``stored`` has not reported it."""
+        """Report that a block was evicted. Do nothing if ``stored`` has not reported this block."""
         if block_hash not in self._known:
             return
         self._known.remove(block_hash)
@@ -145,8 +145,8 @@ class CacheEvents:
 
         Args:
             now_s: the time of the message, in seconds since 1970.
-            rank: value of the message's field for the data-parallel rank. Here, it is the index of
-                the port that publishes the message.
+            rank: value of the message's field for the data-parallel rank. Here, the value is the
+                index of the port that publishes the message.
         """
         if not self._events:
             return b""

@@ -1,4 +1,4 @@
-"""Finds out, for each node of a lockstep group, which files of KV blocks it has, and which files it
+"""Finds out which files of KV blocks each node of a lockstep group has, and which files each node
 reads from other nodes.
 
 Each worker writes its part of a KV block to a file on the worker's node. So if the workers of a
@@ -38,9 +38,9 @@ class Holders:
 
 @dataclass(frozen=True)
 class Route:
-    """The node from which each file is read. The keys of both dictionaries are indices of parts of
-    the cache; each file contains one part. The values are indices of nodes; None stands for the
-    reading node itself. A route contains only the parts that the reading node needs.
+    """The node from which each file is read. Each file contains one part of the cache. ``blocks``
+    and ``states`` map the index of a part to the index of a node; None stands for the reading node
+    itself. A route contains only the parts that the reading node needs.
 
     Attributes:
         blocks: for indices in ``CachePlace.all_places``, the index of the node that sends the file.
@@ -65,8 +65,8 @@ class GroupFiles:
     Attributes:
         places: for each worker of a data-parallel rank, the part of the cache that the worker
             keeps.
-        node_ids: Ray's id of each worker's node, by group rank. The group's engine is on the node
-            of the first worker.
+        node_ids: Ray's id of each worker's node; the index is the group rank. The group's engine is
+            on the first worker's node.
         only_workers: if true, workers fetch and send files on every node, because the transport
             needs a device. If false, the engine fetches and sends the files of its own node.
     """
@@ -88,7 +88,7 @@ class GroupFiles:
         kept.
 
         Args:
-            node_ids: Ray's id of each worker's node, by group rank.
+            node_ids: Ray's id of each worker's node; the index is the group rank.
             only_workers: see ``GroupFiles``.
         """
         layout, places = ParallelLayout.from_config(config.parallel), list[CachePlace]()
@@ -130,8 +130,9 @@ class GroupFiles:
 
     @property
     def servers(self) -> list[int]:
-        """The first worker on each node except the engine's node, in the order of ``nodes``. With
-        ``only_workers``, the first worker on each node.
+        """The workers that send files to other groups: the first worker on each node except the
+        engine's node, in the order of ``nodes``. With ``only_workers``, the first worker on each
+        node.
         """
         return [self.node_ids.index(node_id) for node_id in self._nodes_of_workers]
 
@@ -141,9 +142,9 @@ class GroupFiles:
         return self.nodes if self.only_workers else self.nodes[1:]
 
     def places_beside(self, rank: int) -> tuple[CachePlace, ...]:
-        """Return the places of all workers that are on the same node as the worker ``rank``, and
-        have the same data-parallel rank. The places are in the order of ``CachePlace.all_places``,
-        without duplicates.
+        """Return the parts of the cache that the worker ``rank`` and the other workers of its
+        data-parallel rank on the same node keep. The parts are in the order of
+        ``CachePlace.all_places``, without duplicates.
         """
         ranks, size = self.ranks_of(rank // len(self.places)), len(self.places)
         there = {self.places[r % size] for r in ranks if self.node_ids[r] == self.node_ids[rank]}
@@ -151,7 +152,7 @@ class GroupFiles:
 
     @property
     def holders(self) -> tuple[Holders, ...]:
-        """For each data-parallel rank, the nodes that have its files. Equal holders are listed
+        """For each data-parallel rank, the nodes that have its files. Equal elements are listed
         once.
         """
         return tuple(dict.fromkeys(self._holders(dp_rank) for dp_rank in range(self.num_dp)))
@@ -190,11 +191,11 @@ def routes(
     Args:
         source: the part of the cache that the first worker of the source group keeps.
         readers: the parts of the cache that the workers on the reading node keep.
-        here: index of the reading node among the source group's nodes; None if it is not one of
-            these nodes.
+        here: index of the reading node among the source group's nodes; None if the reading node is
+            not one of these nodes.
         turn: a number that chooses the node from which a file is read, if several nodes with the
             same load have the file. Readers with different numbers use different nodes.
-        load: returns the load of a node. If several nodes have a file, the file is read from one
+        load: returns the load of a node. If several nodes have a file, the file is read from a node
             with the lowest load.
     """
     blocks = [
@@ -208,7 +209,7 @@ def routes(
         if any((place.rank, place.num_ranks) == (r.rank, r.num_ranks) for r in readers)
     ]
     if not blocks or (source.has_state and not states):
-        return []  # the readers could not use the files
+        return []  # the readers need other parts of the cache
 
     def choose(nodes: Nodes) -> int | None:
         first = turn % len(nodes)

@@ -32,8 +32,8 @@ T = TypeVar("T")
 HasFile = Callable[[BlockHash], bool]
 Answer = Callable[[], T | None]  # returns the result of a look-up; None until the look-up has ended
 # A function that begins to fetch the files of blocks into the node's first tier. Its arguments are
-# the hashes of the blocks, and the number of blocks before the first of them in the prompt. The
-# answer becomes True when the fetch has succeeded or failed.
+# the hashes of the blocks, and the number of the prompt's blocks before the first of these blocks.
+# The answer becomes True when the fetch has succeeded or failed.
 FetchBlocks = Callable[[Sequence[BlockHash], int], Answer[bool]]
 
 logger = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ def find_or_fetch(
 
     Args:
         ask: begins to look up how many leading blocks of ``hashes`` have files on this node. The
-            blocks after them are fetched.
+            blocks after these leading blocks are fetched.
     """
 
     def turns() -> Iterator[int | None]:

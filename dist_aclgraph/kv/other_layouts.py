@@ -30,7 +30,7 @@ class HeadPart:
         return self.index * self.size
 
     def overlaps(self, count: int) -> Iterator[HeadPart]:
-        """Divide all heads into ``count`` equal parts; yield those parts that have heads in common
+        """Divide all heads into ``count`` equal parts; yield the parts that have heads in common
         with this part.
         """
         size = self.total // count
@@ -54,7 +54,7 @@ class OtherLayouts:
     ) -> None:
         self._part = part
         self._num_slots = num_slots
-        # Each item describes one division of the heads. It lists those parts that have heads in
+        # Each item describes one division of the heads. The item lists the parts that have heads in
         # common with ``part``, and the files of these parts.
         self._divisions = [
             [(other, files_of(other)) for other in part.overlaps(count)]

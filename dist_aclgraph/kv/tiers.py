@@ -1,9 +1,9 @@
 """Stores KV outside the device, as files of blocks in a node's memory and on its disk.
 
 All groups of a node that serve the same model use the same files, even if the groups divide the
-heads among different numbers of ranks. A block is written to memory first. It is written to the
-disk later, when no other work waits. If a tier is full, its least recently used blocks are deleted.
-Files can be deleted at any time, because a block that is in no tier is computed again.
+heads among different numbers of ranks. A block is written to memory first. The block is written to
+the disk later, when no other work waits. If a tier is full, its least recently used blocks are
+deleted. Files can be deleted at any time, because a block that is in no tier is computed again.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class CachePlace:
     def of(
         cls, config: Config, facts: ModelFacts, tp_rank: int = 0, dcp_rank: int = 0
     ) -> CachePlace | None:
-        """Return the place of a worker; None if no copies of KV are kept."""
+        """Return the part of the cache that a worker keeps; None if no copies of KV are kept."""
         if not config.kv.keeps_copies:
             return None
         parallel = config.parallel
@@ -94,21 +94,23 @@ class CachePlace:
 
     @property
     def all_places(self) -> list[CachePlace]:
-        """The places of the data-parallel rank's workers: one place for each different part of the
-        blocks.
+        """The different parts of the blocks that the data-parallel rank's workers keep, each part
+        once.
         """
         parts = product(range(self.num_heads), range(self.num_shards))
         return [replace(self, heads=heads, shard=shard) for heads, shard in parts]
 
     @property
     def all_state_places(self) -> list[CachePlace]:
-        """The places of all workers of the data-parallel rank; empty without recurrent state."""
+        """The parts of the recurrent states that the data-parallel rank's workers keep, one part
+        for each tensor parallel rank; empty without recurrent state.
+        """
         ranks = range(self.num_ranks if self.has_state else 0)
         return [replace(self, rank=rank) for rank in ranks]
 
     @property
     def folder(self) -> str:
-        """Name of the folder for blocks of this place."""
+        """Name of the folder for this worker's part of the blocks."""
         return (
             f"heads-{self.heads}-of-{self.num_heads}-shard-{self.shard}-of-{self.num_shards}"
             f"-by-{self.interleave}"
@@ -123,7 +125,7 @@ class CachePlace:
 
     @property
     def state_folder(self) -> str:
-        """Name of the folder for recurrent states of this place."""
+        """Name of the folder for this worker's part of the recurrent states."""
         return f"states-{self.rank}-of-{self.num_ranks}"
 
 
@@ -132,7 +134,8 @@ class KVTiers:
     any thread may call ``has`` and ``num_bytes``.
 
     Args:
-        tiers: the files in each tier, by the tier's name; new blocks are written to the first tier.
+        tiers: maps the name of each tier to the tier's files; new blocks are written to the first
+            tier.
         others: for each tier's name, the files that other groups have written to this tier; these
             groups divide the heads in other ways.
     """
@@ -164,8 +167,8 @@ class KVTiers:
         """Return the tiers for KV blocks, as the configuration describes them.
 
         Args:
-            identity: see ``cache_identity``. If it is "", this method computes the identity from
-                the model's files.
+            identity: name of the cache's contents (``cache_identity``). If ``identity`` is "", this
+                method computes the name from the model's files.
 
         Raises:
             ConfigError: a folder cannot be made, or is too small.
@@ -236,7 +239,7 @@ class KVTiers:
 
     def write(self, block_hash: BlockHash, block: memoryview, depth: int = 0) -> bool:
         """Write a block to the first tier; see ``BlockFiles.write``. A later call of ``write_late``
-        writes it to the second tier.
+        writes the block to the second tier.
         """
         if not self._first.write(block_hash, [block], depth):
             return False
@@ -290,7 +293,7 @@ class KVTiers:
         names.
 
         Args:
-            only: see ``has``.
+            only: name of a tier; if it is set, the other tiers are left out.
         """
         tiers = self._by_name.items()
         return {name: tier.num_bytes() for name, tier in tiers if name == (only or name)}
@@ -318,8 +321,8 @@ def disk_root(config: Config) -> Path:
 class HostCopies:
     """Registers a group as a user of the copies of the model's KV in the node's memory.
 
-    When a group ends and no other group uses the copies, the group deletes them. If a group is
-    killed, the copies stay.
+    When a group ends and no other group uses the copies, the group deletes the copies. If a group
+    is killed, the copies stay.
     """
 
     def __init__(self, config: Config) -> None:
@@ -331,7 +334,7 @@ class HostCopies:
             self._lock = self._enter()
 
     def _enter(self) -> int:
-        """Make the folder, and take a shared lock on its lock file; return the descriptor."""
+        """Make the folder, and lock its lock file (shared); return the descriptor of that file."""
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
         while True:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -342,7 +345,7 @@ class HostCopies:
         return lock
 
     def leave(self) -> None:
-        """Delete the copies if no other group uses them."""
+        """Delete the copies if no other group uses these copies."""
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             BlockFiles(self._folder.parent, self._folder, max_bytes=0).delete_all()

@@ -1,5 +1,5 @@
 """Grouped-query attention over the paged KV cache. Attention runs eagerly, or it is captured as a
-task of a graph. The query and KV lengths of a captured task can be updated.
+task of a graph. Before a replay, the KV lengths of a captured task can be updated.
 
 Operators: ``npu_scatter_pa_kv_cache`` writes the cache at slots, which are read from a tensor.
 ``npu_fused_infer_attention_score`` computes attention in the layout TND, and gets the lengths as

@@ -177,8 +177,8 @@ class PromptStates:
             slot.
         is_new: [n] bool, true for a request that has no state yet; such a request begins with a
             state of zeros.
-        padded: [t + n * (w - 1)] int32, indices of rows. The rows are in this order: one row for
-            each token, then, for each request, the w - 1 rows of its state before the step.
+        padded: [t + n * (w - 1)] int32, indices of rows. Rows 0 to t - 1 are the step's tokens. The
+            next rows are states: for each request, w - 1 rows of the state from which it begins.
             ``padded`` has, for each request, the indices of its state's rows, then of its tokens'
             rows.
         outputs: [t] int32, for each token, the index in ``padded`` of the first of the token's

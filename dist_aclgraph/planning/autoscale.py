@@ -31,7 +31,7 @@ class Demand:
 
 @dataclass
 class Autoscaler:
-    """Records since when the load has been too high, or since when it has been too low.
+    """Records since when the load has been too high or too low.
 
     One group is added if, during the last ``up_s``, more than ``target_waiting`` requests per group
     were waiting at all times. One group is removed if, during the last ``down_s``, two conditions
@@ -59,7 +59,7 @@ class Autoscaler:
             groups, self._idle_since_s = groups - 1, None
         wanted = min(max(groups, config.min_groups), config.max_groups)
         # Lost groups are replaced anyway, as long as the restart budget allows it. So no additional
-        # groups are requested in their place.
+        # groups are requested instead of lost groups.
         is_missing = demand.groups < wanted <= demand.groups + demand.missing
         return demand.groups if is_missing else wanted
 

@@ -28,8 +28,8 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
         buckets: the sizes of the graphs, in tokens and in ascending order.
         refused: sizes that at least one rank could not capture. No rank tries to capture these
             sizes again.
-        max_buckets: maximum number of captured buckets. It is set when the capture of a further
-            bucket has failed on some rank; None before such a failure.
+        max_buckets: maximum number of captured buckets. This maximum is set when the capture of a
+            further bucket has failed on some rank; None before such a failure.
     """
 
     run_mode: RunMode
@@ -115,9 +115,10 @@ def candidate_families(config: Config) -> tuple[GraphFamily, ...]:
 def asked_sizes(
     mode: str, decode: Sequence[int], mixed: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the keys of the configuration's section ``graph`` that request these sizes.
+    """Return the keys of the configuration's section ``graph`` with which a user requests the sizes
+    ``decode`` and ``mixed``.
 
-    Keys that the mode does not use are omitted.
+    Keys that the graph mode ``mode`` does not use are omitted.
     """
     if mode == "FULL_AND_PIECEWISE":
         return {"sizes": tuple(decode), "mixed_sizes": tuple(mixed)}

@@ -1,4 +1,4 @@
-"""Limits of a chip and its CANN release. They are checked before the model is loaded.
+"""Limits of a chip and its CANN release. The limits are checked before the model is loaded.
 
 The rules come from the documents and the tiling code of operators (FusedInferAttentionScore, the
 operators that write the cache). The rules were not tested on an NPU.
@@ -71,8 +71,8 @@ class Chip:
         """Return whether the attention operator refuses a batch whose lengths together need more
         blocks than the cache has.
 
-        For this check, the operator counts a shared block once for each request. It also counts the
-        lengths of padding requests.
+        For this check, the operator counts a shared block once for each request. The operator also
+        counts the lengths of padding requests.
         """
         parallel = config.parallel
         # Ranks that share a cache exchange their queries. So one call gets the query heads of all
@@ -141,7 +141,7 @@ class Chip:
         counts_shared = self.counts_shared_blocks(config, facts)
         if config.recovery.exact and counts_shared:
             # If attention counts shared blocks and the cache is full, attention refuses the padding
-            # of a graph. Then the step runs without a graph, with other shapes, and its results can
+            # of a graph. Then the step runs without a graph, with other shapes, and the results can
             # be rounded differently.
             yield (
                 "recovery.exact is true; attention of this model refuses padding that needs more "

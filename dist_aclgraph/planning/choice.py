@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from dist_aclgraph.planning.buckets import pad_to_bucket
 
-# A cost is treated as lower than another cost only if it is below this multiple of the other cost.
-# The reason is that rounding errors can make equal costs differ.
+# Rounding errors can make equal costs differ. So a cost is treated as lower than another cost only
+# if it is below NO_GAIN times the other cost.
 NO_GAIN = 1 - 1e-9
 FloatArray = npt.NDArray[np.float64]
 
@@ -29,8 +29,8 @@ class Choices:
         counts: [max_buckets + 1]; element k is the smallest number of buckets with which the cost
             is ``costs[k]``.
         previous: [max_buckets + 1, number of sizes]; element [k, j] belongs to the best k buckets
-            whose last bucket is ``sizes[j]``. It is 1 plus the index in ``sizes`` of the bucket
-            before the last bucket.
+            whose last bucket is ``sizes[j]``. The element is 1 plus the index in ``sizes`` of the
+            bucket before the last bucket.
     """
 
     sizes: tuple[int, ...]
@@ -61,7 +61,7 @@ def choices(
 
     Args:
         sizes: the sizes that may be chosen, in ascending order.
-        weights: for each number of live tokens, how often it occurs.
+        weights: for each number of tokens without padding, how often batches have this number.
         costs: for each size, the cost of one step. All costs have the same unit.
     """
     up_to = _weight_up_to(sizes, weights)
@@ -108,9 +108,9 @@ def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float
     otherwise in padded tokens.
 
     Between two measured sizes, the time is interpolated linearly. Below the smallest and above the
-    largest measured size, it is proportional to the number of tokens. A measured time can include
-    pauses of the host. So if a step of a larger size took less time, this time is also used for the
-    smaller size.
+    largest measured size, the time is proportional to the number of tokens. A measured time can
+    include pauses of the host. So if a step of a larger size took less time, this time is also used
+    for the smaller size.
     """
     if not seconds:
         return [float(size) for size in sizes]
@@ -125,7 +125,7 @@ def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float
 
 def _weight_up_to(sizes: Sequence[int], weights: Mapping[int, float]) -> FloatArray:
     """Return [1 + number of sizes]: first 0, then, for each size, the sum of the weights of all
-    batches that fit in it.
+    batches that fit in this size.
     """
     dense = np.zeros(sizes[-1] + 1)
     for tokens, weight in weights.items():

@@ -1,7 +1,7 @@
 """The commands and the answers of the transaction that changes a group's graphs.
 
 The messages are plain MessagePack, like the messages of steps. Before the group serves, commands
-are sent as actor calls. While it serves, the same commands are sent between steps.
+are sent as actor calls. While the group serves, the same commands are sent between steps.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class GraphDispatcher:
     graphs.
 
     At first, the tables contain the graphs of the plan. While the group serves, ``add`` and
-    ``remove`` change them.
+    ``remove`` change the tables.
     """
 
     def __init__(self, plan: GraphPlan, lazy: LazyGraphs | None = None) -> None:
@@ -41,8 +41,8 @@ class GraphDispatcher:
         self.misses: Counter[MissReason] = Counter()
         self.live_tokens = 0  # number of tokens of replayed batches, without padding
         self._step = 0
-        # The keys are numbers of live tokens. The value is the number of steps with this number of
-        # tokens since the last call of ``take_traffic``.
+        # The keys are numbers of tokens without padding. The value is the number of steps with this
+        # number of tokens since the last call of ``take_traffic``.
         self._decode_seen: Counter[int] = Counter()
         self._mixed_seen: Counter[int] = Counter()
         self._make_tables()
@@ -50,7 +50,7 @@ class GraphDispatcher:
     def dispatch(
         self, num_tokens: int, num_reqs: int, query_len: int, fits: Fits = always
     ) -> Dispatch:
-        """Return the graph that a batch replays, or None and the reason why it runs eagerly.
+        """Return the graph that a batch replays, or None and the reason why the batch runs eagerly.
 
         Args:
             num_tokens: number of tokens of the batch, at least one.
@@ -76,7 +76,7 @@ class GraphDispatcher:
         return graph, reason
 
     def add(self, graph: BatchDescriptor) -> None:
-        """Add a graph. Every rank must have captured it before this call."""
+        """Add a graph. Every rank must have captured the graph before this call."""
         self.graphs.add(graph)
         self._make_tables()
 

@@ -2,8 +2,8 @@
 the exchange's capacity.
 
 All inputs of the rule are the same on all ranks. So all ranks make the same choice without
-communication. All ranks of a tensor parallel group have the same tokens, and each of them sends
-only its slice of these tokens.
+communication. All ranks of a tensor parallel group have the same tokens, and each rank sends only
+its slice of these tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def expert_capacity(num_rows: int, ep: int, top_k: int, factor: float) -> int:
 
 
 class Decision(NamedTuple):
-    """The chosen exchange, and the reason for the choice."""
+    """The exchange that is chosen for a batch, and the reason for the choice."""
 
     kind: ExchangeKind | None
     reason: str
@@ -65,7 +65,8 @@ class ExchangeRule:
         mc2: the properties of MC2 in this deployment; None if every tensor parallel group has all
             experts.
         setting: the configured exchange.
-        capacity_factor: see ``expert_capacity``.
+        capacity_factor: capacity of an all-to-all, divided by the expected number of rows
+            (``expert_capacity``).
         max_tokens: maximum number of tokens of one batch.
         may_run_again: whether a step may run a second time if its exchange had too little capacity
             for some tokens. False for a model with recurrent state. If false, no exchange with
@@ -84,7 +85,7 @@ class ExchangeRule:
         """Return the rule of a deployment.
 
         Args:
-            chip: the chip that all ranks have. The rule depends on its generation and its CANN
+            chip: the chip that all ranks have. The rule depends on the chip's generation and CANN
                 release.
 
         Raises:

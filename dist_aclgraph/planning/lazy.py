@@ -4,9 +4,9 @@ captured later.
 This module only decides; its caller captures and releases graphs, and reports the result of each
 decision. The module has an LRU list of a few shapes with large expected savings. A shape enters the
 list after every rank has captured it. A shape whose capture failed is not tried again for some
-time. Savings are counted in tokens. For an eager step, they are all tokens of the step. For a step
-that replayed a larger graph than necessary, they are the padding tokens that a smaller graph would
-avoid.
+time. Savings are counted in tokens. For an eager step, the savings are all tokens of the step. For
+a step that replayed a larger graph than necessary, the savings are the padding tokens that a
+smaller graph would avoid.
 """
 
 from __future__ import annotations

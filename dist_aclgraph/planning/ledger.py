@@ -1,4 +1,6 @@
-"""The ledger of one rank: its offer, and the predicted and the measured cost of its graphs."""
+"""The ledger of one rank: the streams and bytes that it offers for graphs, and the predicted and
+the measured cost of its graphs.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,11 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
         return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
 
     def describe(self) -> str:
-        """Return a sentence with the prediction, the measurement, and the part of the price whose
-        size is closest to the gap.
+        """Return a sentence with the prediction, the measurement, and the part of the predicted
+        cost whose size is closest to the gap.
 
         The gap is the difference between prediction and measurement. The named part need not be the
-        cause, because devices report how many streams are free, but not what uses the other
-        streams.
+        cause of the gap, because devices do not report what uses their streams.
         """
         text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
         if not self.parts or self.measured is None or self.predicted is None:
@@ -49,15 +50,15 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
 
 
 class Ledger(msgspec.Struct, kw_only=True):
-    """The streams and bytes that one rank has offered, and the amounts that its graphs use, both
-    predicted and measured.
+    """The streams and bytes that one rank has offered for graphs, and the amounts that its graphs
+    use, both predicted and measured.
     """
 
     rank: int
     offered_streams: int
     offered_bytes: int
     entries: list[LedgerEntry]
-    terms: dict[str, int] = {}  # the price of one bucket and the fixed price, by cause
+    terms: dict[str, int] = {}  # the parts of the price of one bucket, and of the fixed price
     counts_streams: bool = True  # whether captures change the reported number of free streams
 
     @classmethod

@@ -1,5 +1,5 @@
-"""MC2: operators that send tokens to their experts. This module contains their limits, and decides
-whether a deployment uses them.
+"""MC2: operators that send tokens to their experts. This module contains the limits of these
+operators, and decides whether a deployment uses MC2.
 
 The limits come from the operators' documents. None of these limits was tested on an NPU.
 """

@@ -2,9 +2,9 @@
 shapes, before the model is loaded.
 
 The computed sizes of weights and step buffers are exactly the sizes that the runtime allocates. The
-sizes of HCCL's buffers were not measured. They come from the vendor's document of HCCL_BUFFSIZE:
-each communicator has an input buffer and an output buffer of this size. The sizes of activations
-are estimates, which may be too high, but should not be too low.
+sizes of HCCL's buffers were not measured. These sizes come from the vendor's document of
+HCCL_BUFFSIZE: each communicator has an input buffer and an output buffer of this size. The sizes of
+activations are estimates, which may be too high, but should not be too low.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RankMemory:
         Args:
             device_bytes: all bytes of the device, or its free bytes before the model is loaded.
             has_hccl_buffers: whether HCCL's buffers take a part of ``device_bytes``. On the
-                emulator, they are not in device memory.
+                emulator, the buffers are not in device memory.
             mc2_buffer_mb: size of HCCL's buffer for MC2 in MB; None if no batch uses MC2.
         """
         parallel = config.parallel
@@ -174,7 +174,7 @@ class RankMemory:
 
         Raises:
             ConfigError: the message names the needed and the available bytes, the large parts, and
-                how to make each of them smaller.
+                how to make each large part smaller.
         """
         needed = self.taken_bytes + self.eager_bytes
         if needed <= self.device_bytes:
@@ -200,7 +200,7 @@ def _copy_slots(config: Config, model: ModelSpec) -> tuple[MemoryPart, ...]:
 
 
 def _how_to_shrink(part: MemoryPart, config: Config) -> str:
-    """Return the end of an error message. It says how to make a part of the memory smaller."""
+    """Return the end of an error message: how to make a part of the memory smaller."""
     limits = config.scheduler
     # MC2 has only one domain, so the size of a single buffer can be computed from the bytes of the
     # whole part.
@@ -245,8 +245,8 @@ class EagerStep(NamedTuple):
 
     Attributes:
         num_tokens: number of tokens that the rank runs.
-        num_direct: number of these tokens that attend directly, which means through the block
-            table. Each of them is a separate row for attention.
+        num_direct: number of tokens for which attention reads the cache directly, through the block
+            table. Each of these tokens is a separate row for attention.
     """
 
     num_tokens: int
@@ -254,8 +254,8 @@ class EagerStep(NamedTuple):
 
 
 def largest_eager_step(config: Config) -> EagerStep:
-    """Return the largest step. In context parallelism, a rank runs all tokens of short requests,
-    and its chunks of long requests.
+    """Return the largest eager step of a rank. In context parallelism, a rank runs all tokens of
+    short requests, but only two chunks of each long request.
     """
     limits, pcp = config.scheduler, config.parallel.pcp
     direct = min(limits.max_num_batched_tokens, limits.max_num_seqs * MAX_WHOLE_QUERIES)

@@ -27,8 +27,8 @@ class GraphSupport:
     Attributes:
         attention_updates: the batches that can replay captured attention with new lengths: "any"
             batch, or only "uniform" batches, in which all requests have the same number of tokens.
-            It is "uniform" for latent and linear attention. It is "any" for sparse attention, which
-            reads lengths on the device.
+            The value is "uniform" for latent and linear attention, and "any" for sparse attention,
+            which reads lengths on the device.
         is_encoder_decoder: whether the model's decoder reads the states of an encoder.
         shares_context: whether several ranks split prompts, or share the cache of a request.
     """
@@ -199,8 +199,8 @@ def check_partition(mode: GraphMode, *, is_soft: bool) -> None:
 
     Args:
         is_soft: result of ``environment.is_soft_partition()``. On a soft partition, an event must
-            be recorded before a wait for it is queued. But a full graph waits for events, and is
-            queued before the updates that record these events.
+            be recorded before a wait for this event is queued. But a full graph waits for events,
+            and is queued before the updates that record these events.
 
     Raises:
         ConfigError: the mode has full graphs.

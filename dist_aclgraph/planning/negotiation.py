@@ -1,5 +1,5 @@
-"""Chooses, from the offers of all ranks, one set of graphs that every rank can capture. All
-functions are pure.
+"""Chooses, from the resources that all ranks offer for graphs, one set of graphs that every rank
+can capture. All functions are pure.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NAMED_RANKS = 8
 
 @dataclass(frozen=True)
 class RankLimit:
-    """The limit of a resource on the rank that has the least of it.
+    """A limit on the number of buckets, on the rank where the limited resource is scarcest.
 
     ``owner`` names the rank with this limit, or the group if the limit is the same for all ranks.
     """
@@ -65,8 +65,8 @@ def negotiate(
 
     The plan is the same on all ranks, because a collective in a graph works only if all members of
     its group replay the graph. The order of the offers does not change the plan. The plan obeys all
-    limits that the budget model returns for the ranks. If a family has a bucket in the plan, it
-    also has the largest bucket that fits in memory. Units: streams and bytes.
+    limits that the budget model returns for the ranks. If a family has a bucket in the plan, the
+    family's largest bucket that fits in memory is also in the plan. Units: streams and bytes.
 
     Args:
         families: the families of graphs, with all sizes that may be captured; empty if the
@@ -134,8 +134,8 @@ def keep_room(
     """Reserve streams for lazy graphs. Return the offers without these streams, and the number of
     lazy graphs.
 
-    The number is at most ``capacity``. It is limited so that lazy graphs need at most a quarter of
-    the streams of any rank.
+    The number is at most ``capacity``. The number is also limited so that lazy graphs need at most
+    a quarter of the streams of any rank.
     """
     if not families:
         return list(offers), 0
@@ -168,7 +168,7 @@ def tightest_limits(
 
 
 def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
-    """Yield additional limits, which failed captures have shown."""
+    """Yield the limits on the number of buckets that earlier, failed captures have shown."""
     for index, family in enumerate(families):
         if family.max_buckets is not None:
             prices = tuple(int(i == index) for i in range(len(families)))
@@ -219,8 +219,8 @@ def _menu(
 
 
 def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...]:
-    """Return how many buckets each family gets. Of all numbers within the limits, these have the
-    lowest expected cost.
+    """Return how many buckets each family gets. The returned numbers have the lowest expected cost
+    of all numbers within the limits.
 
     The batches of a family without a bucket run eagerly, which costs more than other families can
     save. So choices are compared first by the number of families without a bucket, then by the
@@ -262,8 +262,8 @@ def fit_memory(
     offers: Sequence[StreamOffer],
     budget_model: BudgetModel,
 ) -> tuple[list[GraphFamily], list[str]]:
-    """Remove the sizes that need more memory than a rank offers. Return the families without these
-    sizes, and the reasons for removing them.
+    """Remove the sizes that need more memory than some rank offers for graphs. Return the families
+    without these sizes, and the reasons for removing them.
     """
     fitting, reasons, lacking = [], [], []
     for family in families:
@@ -320,7 +320,7 @@ def _shortfalls(
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
 ) -> str:
-    """Return an error message. It names the ranks that can capture no bucket, and the cost of a
+    """Return an error message that names the ranks that can capture no bucket, and the cost of a
     bucket.
     """
     lines = []

@@ -70,10 +70,10 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Return the plan's next version, with only as many graphs as the ranks could capture.
 
         If an operator failed, only the graph that contains it is removed. If streams or memory ran
-        out, the family of the failed graph keeps as many buckets as were captured for it before the
-        failure. The smallest and the largest size are kept, if possible. If no bucket of this
-        family was captured, the family with the most captured buckets loses one bucket, because
-        that family has used the resources.
+        out, the failed graph's family keeps the number of buckets that were captured for this
+        family before the failure. The smallest and the largest size are kept, if possible. If no
+        bucket of this family was captured, the family with the most captured buckets loses one
+        bucket, because that family has used the resources.
 
         Raises:
             GraphError: the graph is not part of the plan.
@@ -128,8 +128,8 @@ class CaptureCost(msgspec.Struct, frozen=True):
     ``streams`` is 0 if captures do not change the number of free streams that the device reports.
     ``bytes`` is the growth of the graph pool. ``digest`` identifies the sequence of captured
     operators. ``ai_cpu`` contains, for each operator, how many captured tasks run on the device's
-    AI CPU, which is much slower than the device's cores. It is None if the device does not report
-    these tasks.
+    AI CPU, which is much slower than the device's cores. ``ai_cpu`` is None if the device does not
+    report these tasks.
     """
 
     streams: int = 0
@@ -158,8 +158,8 @@ class CaptureFailure(msgspec.Struct, frozen=True):
 
     @property
     def undone(self) -> str:
-        """A sentence for reports. It says that all ranks have undone the capture of the graph, and
-        why.
+        """A sentence for reports, which says that all ranks have undone the capture of the graph,
+        and why.
         """
         return (
             f"{self.graph} was undone on all ranks: rank {self.rank} failed ({self.cause}): "
@@ -178,7 +178,7 @@ class Shrink(msgspec.Struct, frozen=True):
 class GiveUp(msgspec.Struct, frozen=True):
     """The decision to capture no more graphs.
 
-    If the group does not serve yet, its epoch ends. If it serves, it continues to serve.
+    If the group does not serve yet, its epoch ends. A serving group continues to serve.
     """
 
     reason: str

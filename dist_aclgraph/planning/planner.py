@@ -1,7 +1,7 @@
-"""Planner: computes a deployment's graph plans from its configuration, its model and the offers of
-its ranks.
+"""Planner: computes a deployment's graph plans from its configuration, its model, and the resources
+that its ranks offer for graphs.
 
-In a deployment, the ranks send their offers to the controller. The commands ``plan`` and
+In a deployment, the ranks send these offers to the controller. The commands ``plan`` and
 ``simulate`` run without ranks, so they assume offers.
 """
 
@@ -34,8 +34,8 @@ class NegotiatedPlan:
     """A plan, and the offers from which it was chosen.
 
     Attributes:
-        offers: the offers of all ranks. Their attribute ``reserve`` includes the streams for lazy
-            graphs.
+        offers: the offers of all ranks. The attribute ``reserve`` of each offer includes the
+            streams for lazy graphs.
         lazy_capacity: number of lazy graphs for which streams are reserved.
     """
 
@@ -113,8 +113,8 @@ class Planner:
         Raises:
             StreamBudgetError: a rank has too few streams or bytes for a single bucket.
         """
-        # Of several offers with equal fields, only the first is used, because they all set the same
-        # limits.
+        # Of several offers with equal fields, only the first is used, because equal offers set
+        # equal limits.
         first_of = {content_of(offer): offer for offer in reversed(offers)}
         kept, capacity = keep_room(
             list(first_of.values()),
@@ -147,7 +147,7 @@ class Planner:
         Args:
             offers: all offers from which the plan was chosen.
         """
-        # Memory is reserved only for those lazy graphs that fit now. Otherwise, no memory would
+        # Memory is reserved only for the lazy graphs that fit now. Otherwise, no memory would
         # remain for the cache.
         lazy, _ = fit_memory(self.lazy_families if plan.families else (), offers, self.budget_model)
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
@@ -164,7 +164,8 @@ class Planner:
         there is no better plan.
 
         Args:
-            offers: the offers from which ``plan`` was chosen. They were made before any capture.
+            offers: the offers from which ``plan`` was chosen. The ranks made these offers before
+                any capture.
             step_seconds: for each graph, the measured time of a step that replays it, in seconds.
         """
         return choose_again(

@@ -60,7 +60,8 @@ def choose_again(
 
     Args:
         step_seconds: for each graph, the measured time of a step that replays it, in seconds.
-        offers, families: see ``propose``.
+        offers: the offers from which ``plan`` was chosen.
+        families: the families of graphs, with all sizes that may be captured.
     """
     offers = [_timed(offer, step_seconds) for offer in offers]
     better = propose(
@@ -81,9 +82,9 @@ def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) ->
     """Return the offer with the times of steps as additional probes. Prices still come from the
     first probes.
 
-    A kind of graph gets additional probes only if it already has a probe. An additional probe
-    contains a time, but 0 streams and 0 bytes. If it were the first probe of its kind, the kind's
-    price would be 0.
+    A probe is a measured cost of one bucket. A kind of graph gets additional probes only if it
+    already has a probe. An additional probe contains a time, but 0 streams and 0 bytes. If an
+    additional probe were the first probe of its kind, the kind's price would be 0.
     """
     probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}
     times = (
@@ -113,7 +114,8 @@ def propose(
     Args:
         traffic: the frequency of each batch size since the group began to use the plan; older steps
             count less.
-        offers: the offers from which ``plan`` was chosen. They were made before any capture.
+        offers: the offers from which ``plan`` was chosen. The ranks made these offers before any
+            capture.
         families: the families of graphs, with all sizes that may be captured.
         min_gain: the minimum fraction of the expected cost that the new plan must save.
         min_weight: minimum number of observed steps; older steps count less.
@@ -149,7 +151,7 @@ def propose(
 def _with_old_graphs(
     old: GraphPlan, new: GraphPlan, offers: Sequence[StreamOffer], budget_model: BudgetModel
 ) -> GraphPlan:
-    """Return the new plan, extended by those graphs of the old plan that fit within the limits.
+    """Return the new plan, plus the graphs of the old plan for which the limits leave room.
 
     Without this extension, small changes of the traffic would release a graph, and later capture it
     again.
@@ -185,7 +187,8 @@ def transition(
     bucket of each family exists at all times.
 
     Args:
-        offers: the offers from which ``old`` was chosen. They were made before any capture.
+        offers: the offers from which ``old`` was chosen. The ranks made these offers before any
+            capture.
 
     Raises:
         GraphError: the plans have different families, or the largest bucket of a family differs.
@@ -202,8 +205,8 @@ def reunite(plans: Sequence[GraphPlan]) -> GraphPlan:
     """Return one plan for all groups, after a capture has failed in some groups. The plan contains
     the graphs that all groups have.
 
-    Its version is newer than the versions of ``plans``. A graph that one group could not capture is
-    not tried again in any group.
+    The plan's version is newer than the versions of ``plans``. A graph that one group could not
+    capture is not tried again in any group.
     """
     newest = max(plans, key=lambda plan: plan.version)
     families = []

@@ -74,8 +74,7 @@ class RestartBudget(Backoff):
         return max(0, self.per_hour - len(self.ages_s(now_s)))
 
     def ages_s(self, now_s: float) -> tuple[float, ...]:
-        """Return, for each restart of the last hour, how many seconds ago it was. Any thread may
-        call this.
+        """Return the age of each restart of the last hour, in seconds. Any thread may call this.
 
         From these ages, a process with another clock can make a copy of the budget.
         """
@@ -83,13 +82,13 @@ class RestartBudget(Backoff):
         return tuple(now_s - each_s for each_s in taken_s if each_s > now_s - HOUR_S)
 
     def adopt(self, ages_s: Sequence[float], now_s: float) -> None:
-        """Forget the restarts that this budget has counted. In their place, count restarts that
-        were ``ages_s`` seconds ago; see the method ``ages_s``.
+        """Forget the restarts that this budget has counted. Instead, count one restart for each age
+        in ``ages_s``; see the method ``ages_s``.
         """
         self._taken_s = deque(now_s - age_s for age_s in ages_s)
 
     def spend(self, now_s: float) -> bool:
-        """Return whether a restart is allowed. If it is allowed, count the restart."""
+        """Return whether a restart is allowed. Count the restart if it is allowed."""
         while self._taken_s and self._taken_s[0] <= now_s - HOUR_S:
             self._taken_s.popleft()
         if not self.is_left(now_s):
@@ -108,9 +107,9 @@ class RestartBudget(Backoff):
 class StartLimit:
     """Computes a time limit for starting a group's processes, from the durations of earlier starts.
 
-    Ray does not report the death of a process that has not registered yet. So only a time limit
-    detects such a death. The limit doubles after each start that exceeds it, because the cause may
-    also be a busy machine.
+    Ray does not report the death of a process that has not registered with Ray yet. So only a time
+    limit detects such a death. The limit doubles after each start that exceeds it, because a busy
+    machine can also make a start slow.
 
     Attributes:
         slowest_s: duration of the slowest earlier start, in seconds; None if no start has

@@ -41,7 +41,7 @@ class LineFit:
         self.count += 1
 
     def line(self) -> StepLine:
-        """Return the fitted line. Its two values are not negative.
+        """Return the fitted line. Both values of the line are zero or positive.
 
         Call this only after at least one step was added.
         """

@@ -31,10 +31,10 @@ def input_sizes(
     """Return the number of elements of each integer input of a graph, in the order of the inputs.
     The block table is not included.
 
-    The first inputs are token ids, positions and slots. The places follow. If the graph verifies
-    drafts, the fields ``rows``, ``most``, ``behind`` and ``slots`` of ``DraftInputs`` follow
-    instead of the places. The last inputs are query ends, KV lengths, and the slots of recurrent
-    states.
+    The first inputs are token ids, positions and slots. The indices of the tokens whose logits are
+    needed (places) follow. If the graph verifies drafts, the fields ``rows``, ``most``, ``behind``
+    and ``slots`` of ``DraftInputs`` follow instead of the places. The last inputs are query ends,
+    KV lengths, and the slots of recurrent states.
 
     Args:
         num_drafts: k, number of drafts of each request; 0 if the graph verifies no drafts.

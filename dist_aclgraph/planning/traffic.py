@@ -1,7 +1,7 @@
 """The frequency of each batch size. Buckets are chosen for these frequencies.
 
-Engines count batches, and this module evaluates their counts. All functions are pure; they get the
-time as an argument.
+Engines count batches, and this module evaluates the counts. All functions are pure; the time is an
+argument.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, config: GraphConfig) -> Traffic:
-        """Return the expected traffic from the configuration; empty if it contains none."""
+        """Return the expected traffic from the configuration; empty if the configuration contains
+        no traffic.
+        """
         return cls(decode=dict(config.traffic or {}), mixed=dict(config.mixed_traffic or {}))
 
     @property
@@ -78,7 +80,7 @@ def prior(largest: int, unit: int = 1) -> dict[int, float]:
 def weights_of(
     traffic: Traffic | None, families: Sequence[GraphFamily]
 ) -> tuple[dict[int, float], ...]:
-    """Return, for each family, the weights of the batches that would replay its graphs.
+    """Return, for each family, the weights of the batches that would replay the family's graphs.
 
     Decode batches up to the largest decode bucket belong to the family for decode batches. All
     other batches belong to the family that accepts any batch. If a family has no observed traffic,

@@ -19,18 +19,18 @@ from dist_aclgraph.topology import GroupRank
 
 Way = Literal["RESUME", "RECOMPUTE", "REJOIN", "REBUILD"]
 
-# after this number of steps without a failure, the next failure is counted as the first one
+# after this number of steps without a failure, the next failure counts as a first failure
 SOUND_STEPS = 100
 
 # For each kind of fault, the maximum number of consecutive times that a group is resumed; 0 means
-# never. If a failure follows soon after the group was resumed, the cause of the earlier failure
-# still exists.
+# never. If a failure follows soon after the group was resumed, the fault that caused the earlier
+# failure still exists.
 TRIES: dict[DeviceFault, int] = {
-    # The peers of a failed rank report this fault, so its limit must not be below the limit of the
+    # The peers of a failed rank report "stopped", so this limit must not be below the limit of the
     # failed rank's own fault.
     "stopped": 2,
     "link": 2,  # a link may fail only for a moment, and work again afterwards
-    "remote": 1,  # The peers report the cause.
+    "remote": 1,  # The rank's peers report the underlying fault.
     "retry": 1,
     "suspect": 1,
     "operator": 1,  # if the failure happens again, its cause is the operator's input or the chip
@@ -63,8 +63,8 @@ class Failure:
         faults: for each rank that has reported a fault, this fault; None stands for an unknown
             error.
         lost: ranks whose process has exited or does not answer.
-        in_a_row: number of times that the group was resumed since it last ran ``SOUND_STEPS`` steps
-            without a failure.
+        in_a_row: number of times that the group was resumed since the group last ran
+            ``SOUND_STEPS`` steps without a failure.
         may_resume: whether the configuration allows stopping and restarting devices.
         is_over: whether the group's epoch has ended. If true, its requests already run in other
             groups.

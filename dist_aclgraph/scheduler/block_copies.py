@@ -5,8 +5,8 @@ A block may be written to a file when it is in the prefix cache, because cached 
 change. A block that was read from a file enters the prefix cache when all workers have read it. So
 the only effect of a failed copy job is a shorter cached prefix: more tokens are computed.
 
-While a copy job runs, it holds references to its blocks, so that the pool does not allocate them. A
-request whose blocks are being read has no row and waits. The other requests run.
+A running copy job holds references to its blocks, so that the pool does not allocate these blocks.
+A request whose blocks are being read has no row and waits. The other requests run.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ BATCH_BLOCKS, MAX_TURNS = 8, 16
 # Blocks are written only while copy jobs hold less than this fraction of the pool, so that enough
 # blocks are free for requests.
 MAX_HELD = 1 / 8
-# While this fraction of the pool is being read, no other job begins to read. Otherwise, a disk that
-# never answers could keep the whole pool in use.
+# While jobs read files into this fraction of the pool's blocks, no other job begins to read.
+# Otherwise, a disk that never answers could keep the whole pool in use.
 MAX_LOADING = 1 / 4
 # A request waits at most this many seconds until other jobs end, because a slow disk might take
 # longer than the computation of the prompt.
@@ -71,7 +71,7 @@ class BlockCopies:
 
     Args:
         look_ups: looks up the files of blocks and checkpoints on the engine's node.
-        ranks: those workers of the lockstep group that keep parts of this rank's blocks.
+        ranks: the workers of the lockstep group that keep parts of this rank's blocks.
         elsewhere: looks up files on other nodes; None if all workers are on the engine's node.
     """
 
@@ -85,7 +85,7 @@ class BlockCopies:
         self._pool = pool
         self._look_ups = look_ups
         # ``_existing`` is the look-up that runs for the files of waiting blocks and checkpoints, or
-        # None. ``_num_asked`` is the number of blocks in it.
+        # None. ``_num_asked`` is the number of blocks in this look-up.
         self._existing: Answer[Existing] | None = None
         self._num_asked = 0
         self._pending_states: deque[BlockHash] = deque(maxlen=MAX_PENDING)
@@ -99,15 +99,16 @@ class BlockCopies:
         self._pending: deque[tuple[int, BlockHash, int]] = deque()
         self._num_turns = 0  # number of decisions since the last batch began
         self._new: list[CopyJob] = []
-        # Blocks and states that a rank could not read, the oldest first. When they have been
-        # computed again, they are written again, even if some ranks still have their files.
+        # Blocks and states that a rank could not read, the oldest first. When such blocks and
+        # states have been computed again, they are written again, even if some ranks still have
+        # their files.
         self._missed: dict[BlockHash, None] = {}
         self._missed_states: dict[BlockHash, None] = {}
         self._upkeep = FileUpkeep()
         # For each block, the number of its unfinished writes, both waiting and running.
         self._unsaved: Counter[BlockHash] = Counter()
         self._is_late = False  # whether the copy jobs take too long; see ``note_late``
-        self._num_loading = 0  # number of blocks that jobs read
+        self._num_loading = 0  # number of blocks that running jobs read from files
         self.counts = CopyCounts()
 
     @property
@@ -139,7 +140,7 @@ class BlockCopies:
 
     @property
     def _num_free(self) -> int:
-        """Number of additional blocks that copy jobs may hold."""
+        """Number of further blocks to which copy jobs may hold references."""
         held = sum(len(copy.held) for copy in self._running.values())
         limit = int(self._pool.num_usable * MAX_HELD)
         if self._pool.counts_shared:  # the pool may count every reference as a used block
@@ -164,8 +165,8 @@ class BlockCopies:
         self._pending_states.append(block_hash)
 
     def have_ended(self, hashes: Sequence[BlockHash]) -> bool:
-        """Return False if one of these blocks waits to be written or is being written. But if copy
-        jobs take too long, return True in any case.
+        """Return whether all blocks with these hashes are written to files, or will not be written.
+        If copy jobs take too long, return True in any case.
         """
         return self._is_late or self._unsaved.keys().isdisjoint(hashes)
 
@@ -189,10 +190,10 @@ class BlockCopies:
                 del self._unsaved[block_hash]
 
     def _save(self) -> None:
-        """Begin to write those waiting blocks that are still in the prefix cache and have no file.
+        """Begin to write the waiting blocks that are still in the prefix cache and have no file.
 
-        The files are looked up first. If the answer comes later, a later call begins to write.
-        While copy jobs may hold no additional blocks, only checkpoints are written.
+        The files are looked up first. If the look-up does not end at once, a later call begins to
+        write. While copy jobs may hold no further blocks, only checkpoints are written.
         """
         if self._existing is None:
             first = islice(self._pending, max(0, self._num_free))
@@ -208,8 +209,8 @@ class BlockCopies:
         block_ids: list[int] = []
         hashes: list[BlockHash] = []
         depths: list[int] = []
-        # During the look-up, some of its blocks may have left ``_pending``. Then this loop also
-        # takes blocks that were not looked up. Workers skip blocks that have files.
+        # During the look-up, some of the looked-up blocks may have left ``_pending``. Then this
+        # loop also takes blocks that were not looked up. Workers skip blocks that have files.
         for _ in range(min(self._num_asked, self._num_free, len(self._pending))):
             block_id, block_hash, depth = self._pending.popleft()
             has_file = block_hash in existing.blocks and block_hash not in self._missed
@@ -226,7 +227,7 @@ class BlockCopies:
             self._begin("save", hashes, depths, block_ids, block_ids, states=states)
 
     def _hold_states(self, existing: Collection[BlockHash]) -> list[tuple[BlockHash, int]]:
-        """Hold and return those waiting checkpoints that are still stored and have no file."""
+        """Hold the waiting checkpoints that are still stored and have no file; return them."""
         checkpoints = self._pool.checkpoints
         states = []
         while self._pending_states:
@@ -249,11 +250,11 @@ class BlockCopies:
         fetch: FetchBlocks | None = None,
         source: Source | None = None,
     ) -> Answer[int]:
-        """Begin to look up how many leading blocks a request need not compute. These are the
-        ``first`` cached blocks, and the blocks after them that have files. If the model has
-        recurrent state, the last of these blocks must also have a checkpoint with a file. If files
-        are found while too many blocks are being read, the answer stays None until enough jobs have
-        ended. If this takes longer than ``WAIT_S``, the answer is the number ``first``.
+        """Begin to look up how many leading blocks a request need not compute: the ``first`` cached
+        blocks, and the following blocks that have files. With recurrent state, the last of them
+        must also have a checkpoint with a file. The returned function returns None until the
+        look-up has ended, and as long as too many blocks are being read from files. After a wait of
+        more than ``WAIT_S``, it returns ``first``.
 
         Args:
             fetch: fetches the missing files to the engine's node. After this, the files are looked
@@ -261,7 +262,7 @@ class BlockCopies:
             source: the group from which the other nodes fetch missing files.
         """
         wanted, asks_others = hashes[first:], self.elsewhere.must_ask(source)
-        # The answer needs no look-up, so the request does not wait for a disk or a worker.
+        # In these cases no files are looked up, so that the request does not wait.
         if not wanted or (asks_others and self._is_late):
             return lambda: first
         answers: list[Answer[int]] = []
@@ -292,8 +293,8 @@ class BlockCopies:
 
     def condemn(self, hashes: Sequence[BlockHash]) -> None:
         """Mark the files of these blocks for deletion, because the blocks might contain NaN. Until
-        the files are deleted, no request begins to read them, and blocks that are being read do not
-        enter the prefix cache.
+        the files are deleted, no request begins to read these files, and blocks that are being read
+        do not enter the prefix cache.
         """
         self._upkeep.condemn(hashes)
 
@@ -301,7 +302,7 @@ class BlockCopies:
         """Begin to read the blocks that follow a request's cached blocks ``shared``, and the
         checkpoint after the last block.
 
-        Returns False if jobs take too long, no checkpoint is free, or a file must be deleted.
+        Returns False if jobs take too long, no checkpoint is free, or a file will be deleted.
         """
         if self._is_late or any(map(self._upkeep.is_condemned, hashes)):
             return False
@@ -318,10 +319,10 @@ class BlockCopies:
         self._begin("load", hashes, range(len(shared), len(held)), held, block_ids, request, states)
         return True
 
-    # ---- files alone
+    # ---- jobs that use only files
 
     def _delete_condemned(self) -> None:
-        """Begin to delete the files of condemned blocks, except blocks that are being copied."""
+        """Begin to delete files that ``condemn`` has marked, except of blocks being copied."""
         copied = (copy for copy in self._running.values() if copy.kind in ("save", "load"))
         hashes = self._upkeep.take_condemned({each for copy in copied for each in copy.hashes})
         if hashes:
@@ -329,11 +330,11 @@ class BlockCopies:
             self._begin("delete", hashes, [0] * len(hashes), state_hashes=states)
 
     def note_used(self, hashes: Sequence[BlockHash]) -> None:
-        """Record that a request starts with these blocks of the device's cache."""
+        """Record that a request starts with cached blocks, whose hashes are ``hashes``."""
         self._upkeep.note_used(hashes, hashes[-1] if self._look_ups.has_states else None)
 
     def _touch_used(self) -> None:
-        """Begin to touch the files of blocks that requests have used in the device's cache."""
+        """Begin to update the times of last use of the files of cached blocks in use."""
         used, states = self._upkeep.take_used()
         if used:
             self._begin("touch", list(used), list(used.values()), state_hashes=states)
@@ -346,8 +347,8 @@ class BlockCopies:
         Args:
             is_idle: whether no step runs. If true, even small batches are written without delay,
                 because their launches delay no step.
-            may_touch: whether the jobs may touch the files of cached blocks. The caller must set
-                this to true only rarely.
+            may_touch: whether jobs may update the times of last use of cached blocks' files. The
+                caller must set this to true only rarely.
         """
         self._num_turns += 1
         num_pending = len(self._pending) + len(self._pending_states)
@@ -375,7 +376,7 @@ class BlockCopies:
         """Begin a job.
 
         Args:
-            states: see ``RunningCopy``.
+            states: for each checkpoint that the job copies, its block's hash, and its number.
             state_hashes: hashes of checkpoints whose files the job touches or deletes.
         """
         number = self._next_number()
@@ -398,12 +399,12 @@ class BlockCopies:
         return self._num_jobs - 1
 
     def end(self, number: int, rank: int, num_whole: int) -> Request | None:
-        """Record that a worker has ended a copy job. If all workers have ended it, return the
+        """Record that a worker has ended a copy job. If all workers have ended the job, return the
         request that waited for this job, otherwise None.
 
         Args:
             num_whole: number of blocks that the worker has written, or number of leading blocks
-                that it has read or found.
+                that the worker has read or found.
         """
         if self.elsewhere.end(number, rank, num_whole):
             self._note_end()
@@ -444,7 +445,7 @@ class BlockCopies:
 
     def _leave_condemned(self, copy: RunningCopy, count: int) -> int:
         """A job has read ``count`` leading blocks. Return how many of them are before the first
-        condemned block, and so may be used. The other blocks will be cleaned.
+        block that might contain NaN (``condemn``). All other blocks will be set to zero.
         """
         names = copy.hashes[:count]
         usable = next((n for n, h in enumerate(names) if self._upkeep.is_condemned(h)), count)
@@ -453,7 +454,7 @@ class BlockCopies:
 
     def _end_states(self, copy: RunningCopy, *, is_whole: bool) -> None:
         """Release the checkpoints that the job has written to files. Store the checkpoints that the
-        job has read, or drop them if a block is missing.
+        job has read, or drop these checkpoints if a block is missing.
 
         Args:
             is_whole: whether all workers have copied all blocks.
@@ -469,8 +470,8 @@ class BlockCopies:
                 checkpoints.drop(block_hash)
 
     def forget(self) -> list[Request]:
-        """End all copy jobs, because workers have dropped them. Return the requests that waited for
-        them.
+        """End all copy jobs, because workers have dropped the jobs. Return the requests that waited
+        for jobs.
 
         Call this method before the pool is cleared.
         """

@@ -1,5 +1,5 @@
 """Applies the results of a step to all ranks on which every request decodes, in one operation for
-all of them.
+all these ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dist_aclgraph.scheduler.rows import Places
 def land_decoding(
     rows: GroupRows, ranks: Sequence[RankScheduler], brought: Sequence[NewTokens]
 ) -> tuple[Sequence[RankScheduler], list[StepOutputs]]:
-    """Apply the results of the oldest step to those ranks on which every request decodes.
+    """Apply the results of the oldest step in flight, on each rank on which every request decodes.
 
     Args:
         brought: the results of each rank.

@@ -16,20 +16,21 @@ from itertools import islice
 from dist_aclgraph.kv.checkpoints import BlockHash
 
 MAX_CONDEMNED = 4096  # maximum number of blocks that are recorded for deletion
-MAX_TOUCHED = 512  # maximum number of blocks whose files one job touches
+MAX_TOUCHED = 512  # maximum number of blocks whose files get a new time of last use in one job
 TOUCH_S = 10.0  # minimum number of seconds between the starts of two jobs that touch files
 
 
 class FileUpkeep:
-    """Owns two sets of block hashes: the files of some blocks must be deleted, and the files of
-    other blocks must be touched.
+    """Owns the hashes of the blocks whose files must be deleted, and the hashes of the blocks whose
+    files must get a new time of last use.
     """
 
     def __init__(self) -> None:
-        # Keys: hashes of condemned blocks, the oldest first. Values: whether a job already deletes
-        # the block's files.
+        # Keys: hashes of blocks whose files must be deleted, the oldest first. Values: whether a
+        # job already deletes the block's files.
         self._condemned: dict[BlockHash, bool] = {}
-        # Keys: hashes of used blocks. Values: number of blocks before the block in its prompt.
+        # Keys: hashes of cached blocks with which requests have started. Values: number of blocks
+        # before the block in its prompt.
         self._used: dict[BlockHash, int] = {}
         self._used_states: dict[BlockHash, None] = {}
 
@@ -46,7 +47,7 @@ class FileUpkeep:
 
     def take_condemned(self, busy: Collection[BlockHash]) -> list[BlockHash]:
         """Return the blocks whose files must be deleted now. The caller calls ``end_deletion`` when
-        they are deleted.
+        the files are deleted.
 
         Args:
             busy: blocks that are being copied now. Their files are deleted later.
@@ -63,21 +64,22 @@ class FileUpkeep:
         return not all(self._condemned.values())
 
     def end_deletion(self, hashes: Sequence[BlockHash], *, is_done: bool) -> None:
-        """Record that a job has ended.
+        """Record that a job that deletes files of these blocks has ended.
 
         Args:
             is_done: true if the job has deleted the files, false if the job was dropped.
         """
         for block_hash in hashes:
             if not self._condemned.get(block_hash):
-                continue  # The block was condemned again during the job, so it stays condemned.
+                continue  # The file was marked for deletion again during the job.
             if is_done:
                 del self._condemned[block_hash]
             else:
                 self._condemned[block_hash] = False
 
     def note_used(self, hashes: Sequence[BlockHash], state: BlockHash | None) -> None:
-        """Record that a request starts with cached blocks.
+        """Record that a request starts with the cached blocks ``hashes``, so that a later job
+        touches their files.
 
         Args:
             state: hash of the last block before the checkpoint from which the request starts.
@@ -89,7 +91,9 @@ class FileUpkeep:
                 self._used_states[state] = None
 
     def take_used(self) -> tuple[dict[BlockHash, int], list[BlockHash]]:
-        """Remove and return the used blocks with their depths, and the used checkpoints."""
+        """Remove and return the values that ``note_used`` has recorded: each block's hash, with its
+        number of preceding blocks; and the hashes that identify checkpoints.
+        """
         used, self._used = self._used, {}
         states, self._used_states = list(self._used_states), {}
         return used, states

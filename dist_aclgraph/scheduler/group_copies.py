@@ -18,8 +18,8 @@ from dist_aclgraph.steps.copies import CopyJob
 
 
 class GroupCopies:
-    """Decides which blocks of all ranks are copied. A request whose blocks are read from files
-    waits until they are read.
+    """Decides which blocks of all ranks are copied. While a request's blocks are read from files,
+    the request waits.
 
     Args:
         pools: the block pool of each data-parallel rank.
@@ -81,8 +81,8 @@ class GroupCopies:
         return [copies.take_jobs(is_idle=is_idle, may_touch=may_touch) for copies in self.ranks]
 
     def end(self, number: int, rank: int, num_whole: int) -> None:
-        """Record that a worker has ended a copy job. When all workers have ended it, the request
-        that waits for this job returns to the queue.
+        """Record that a worker has ended a copy job. When all workers have ended the job, the
+        request that waits for this job returns to the queue.
         """
         request = self.ranks[rank // self._ranks_per_batch].end(number, rank, num_whole)
         if request is not None:
@@ -93,16 +93,15 @@ class GroupCopies:
         return self.ranks[request.dp_rank].have_ended(request.hashes)
 
     def stop_fetching(self, dp_rank: int) -> int:
-        """From now on, let no request wait for a data-parallel rank's copy jobs, until one of these
-        jobs ends.
+        """Until one of a data-parallel rank's copy jobs ends, let no request wait for its jobs.
 
         Returns how many requests were waiting for copy jobs that read their blocks.
         """
         return self._waiting.end_fetching(self.ranks[dp_rank].note_late())
 
     def forget(self) -> None:
-        """Drop all jobs, because the workers have lost them. After this call, no request waits for
-        files.
+        """Drop all jobs, because the workers have lost the jobs. After this call, no request waits
+        for files.
         """
         self._waiting.end_fetching([each for copies in self.ranks for each in copies.forget()])
 

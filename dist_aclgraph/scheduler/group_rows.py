@@ -1,4 +1,5 @@
-"""GroupRows: the columns of all data-parallel ranks of a group.
+"""GroupRows: arrays of numbers that describe the running requests of all data-parallel ranks of a
+group.
 
 In most steps, there are many ranks on which every request decodes and gets one token. The results
 of all these ranks are applied together, so that a group of hundreds of ranks needs no Python loop
@@ -43,11 +44,12 @@ class Landed(NamedTuple):
 
 
 class GroupRows(Columns):
-    """Owns the columns of all ranks. Each rank's ``RunningRows`` has a view of its own columns.
+    """Owns the columns of numbers (``Columns``) that describe the running requests of all ranks.
+    Each rank's ``RunningRows`` has a view of the rank's columns.
 
     Args:
         capacity: maximum number of rows of each rank's batch.
-        window: see ``RunningRows``.
+        window: maximum number of a request's new tokens before ``settle`` is called.
         num_drafts: number of drafts of a request that decodes.
     """
 
@@ -90,7 +92,7 @@ class GroupRows(Columns):
         """Apply ``RunningRows.land_tokens`` to all requests of several ranks.
 
         Args:
-            ranks, lens: see ``stay_below_limit``.
+            ranks, lens: [n], indices of ranks, and the number of requests of each of these ranks.
             tokens: [num_requests], the new token of each request, rank by rank.
         """
         is_used = self._is_used(lens)
@@ -105,13 +107,13 @@ class GroupRows(Columns):
         )
 
     def least_margins(self, ranks: Places, lens: Places) -> list[int]:
-        """Return, for each rank, the smallest margin of its requests; see ``Columns.margins``."""
+        """Return, for each rank, the smallest value of ``Columns.margins`` of its requests."""
         found: list[int] = (
             np.where(self._is_used(lens), self.margins()[ranks], MOST).min(1).tolist()
         )
         return found
 
     def _is_used(self, lens: Places) -> npt.NDArray[np.bool_]:
-        """Return [n, capacity] booleans: true where the rank has a request at the index."""
+        """Return [n, capacity] booleans: true at the indices of a rank's running requests."""
         is_used: npt.NDArray[np.bool_] = np.arange(self._capacity) < lens[:, None]
         return is_used

@@ -1,9 +1,9 @@
 """NodeLookUps: lets workers look up files on nodes other than the engine's node.
 
 The workers of a data-parallel rank can be on several nodes, and each node has only the files of its
-own workers. On each node except the engine's node, one worker looks up the files. If the request
-has a source, the worker also fetches missing files. The engine sends these look-ups in its messages
-about copy jobs.
+own workers. On each node except the engine's node, one worker looks up the files. If another group
+has computed the request's blocks, the worker also fetches missing files from that group. The engine
+sends these look-ups in its messages about copy jobs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dist_aclgraph.steps.copies import CopyJob
 
 @dataclass
 class _LookUp:
-    """A look-up that runs.
+    """A running look-up of block files on nodes other than the engine's node.
 
     Attributes:
         waits_for: the workers that have not answered yet.
-        num_found: the smallest of the numbers of leading blocks that workers have found until now.
+        num_found: the smallest number of leading blocks that a worker has found until now.
         source: the group from which missing blocks are fetched; None if nothing is fetched.
     """
 
@@ -61,18 +61,18 @@ class NodeLookUps:
         return len(self._running)
 
     def must_ask(self, source: Source | None) -> bool:
-        """Return whether the other nodes must look up files. They must look up files if they may
-        have to fetch blocks, or if the engine's node has no files of this rank. In all other cases,
-        no look-up is needed, because the other nodes usually have files of the same blocks as the
-        engine's node.
+        """Return whether the other nodes must look up files. The other nodes must look up files if
+        they may have to fetch blocks, or if the engine's node has no files of this rank. In all
+        other cases, no look-up is needed, because the other nodes usually have files of the same
+        blocks as the engine's node.
         """
         return bool(self._finders) and not (source is None and self.is_beside_engine)
 
     def begin(
         self, number: int, hashes: Sequence[BlockHash], first: int, source: Source | None
     ) -> tuple[CopyJob, Answer[int]]:
-        """Begin a look-up. Return the job for the workers, and a function that returns the answer:
-        how many leading blocks all nodes have, including the ``first`` cached blocks.
+        """Begin a look-up. Return the job for the workers, and a function that returns how many
+        leading blocks all nodes have, including the ``first`` cached blocks.
         """
         found = _LookUp(set(self._finders), len(hashes), source)
         self._running[number] = found
@@ -96,8 +96,8 @@ class NodeLookUps:
         return True
 
     def take_cancelled(self) -> list[CopyJob]:
-        """Drop the look-ups that have a source and whose requests have ended. Return the jobs with
-        which workers end these look-ups and their fetches.
+        """Drop the look-ups that also fetch blocks, if their requests do not wait for the blocks
+        any longer. Return the jobs with which workers end these look-ups and their fetches.
         """
         sources = [(number, found.source) for number, found in self._running.items()]
         cancelled = [n for n, source in sources if source is not None and not source.is_wanted()]
@@ -116,7 +116,7 @@ class NodeLookUps:
 
 
 def smallest(answers: Sequence[Answer[int]]) -> int | None:
-    """Return the smallest result of several answers; None as long as a result is unknown."""
+    """Return the smallest result of several look-ups; None until all look-ups have ended."""
     found = [answer() for answer in answers]
     known = [count for count in found if count is not None]
     return min(known) if len(known) == len(found) else None

@@ -49,15 +49,16 @@ class Prefixes:
         return self._pool.prefix_cache and not (request.is_suspect or needs_logits)
 
     def fetch(self, request: Request, shared: Sequence[int]) -> bool:
-        """Look up the files of the blocks after ``shared``, and begin to read them; return whether
-        the request must wait for the look-up or for the copy job.
+        """Look up the files of the blocks after ``shared``, and begin to read these files. Return
+        whether the request must wait for the look-up or for the copy job.
 
         No copy job begins if no file is found, or if too few blocks are free to start the request.
         While a request waits, its files are looked up only once.
         """
         copies, pool = self._copies, self._pool
         # While there are dirty blocks, no copy job begins. Otherwise, the job could read data into
-        # a dirty block, and the next step would overwrite the data when it cleans the block.
+        # a dirty block, and the next step would overwrite the data, because this step cleans the
+        # block.
         if copies is None or request.has_looked or pool.has_dirty or not self._may_share(request):
             return False
         missing = -(-len(request.tokens) // pool.block_size) - len(shared)
@@ -75,8 +76,8 @@ class Prefixes:
         return bool(wanted) and copies.load(request, shared, wanted)
 
     def checkpoint_after(self, request: Request, shared: Sequence[int]) -> tuple[int, ...]:
-        """Return the checkpoint after the blocks that ``match`` has found; empty if no checkpoint
-        is needed.
+        """Return the number of the checkpoint after the cached blocks ``shared``. The result is
+        empty if there are no such blocks, or if the model has no recurrent state.
         """
         if self._pool.checkpoints is None or not shared:
             return ()
@@ -92,8 +93,8 @@ class Prefixes:
         for index in np.arange(len(rows))[indices][is_full].tolist():
             rows.settle(index)
             request = rows.requests[index]
-            # A request can end before the last draft that its step accepted. Tokens after the end
-            # are dropped.
+            # A request can end at one of the drafts that its step accepted. All later tokens are
+            # dropped.
             num_kept = min(int(rows.computed[index] - rows.flying[index]), len(request.tokens))
             num_full = num_kept // size
             if self._pool.prefix_cache and not request.is_suspect:

@@ -54,8 +54,8 @@ class RankScheduler:
         rows: this rank's rows, which are empty at first.
         num_drafts: number of drafts that workers make for each sampled request.
         num_prompt_ranks: number of ranks that split prompts.
-        exact: whether output that is computed again runs in decode steps, one token in each step,
-            as when it was sampled.
+        exact: whether existing output is computed again as it was sampled: in decode steps, one
+            token in each step.
         copies: decides which blocks are copied to and from files; None if KV is not copied.
     """
 
@@ -84,7 +84,7 @@ class RankScheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._changes = RowChanges(index, rows)
         self._ends = RequestEnds()
-        self._steady: RankStep | None = None  # the last step, if the next step may repeat it
+        self._steady: RankStep | None = None  # last step, if the next may have the same requests
         # The builder of quiet steps; None after a step of another kind. A quiet step decodes the
         # same requests as the previous step, and runs nothing else.
         self._quiet_builder: StepBuilder | None = None
@@ -219,10 +219,10 @@ class RankScheduler:
         )
 
     def start(self, builder: StepBuilder, request: Request, shared: Sequence[int]) -> bool:
-        """Start a waiting request with the cached blocks that ``match`` found.
+        """Start a waiting request with ``shared``, the cached blocks of its prefix.
 
-        The blocks for all known tokens are allocated now, so that no prompt lacks blocks when it is
-        half computed. Returns False if too few blocks are free.
+        The blocks for all known tokens are allocated now, so that no half-computed prompt lacks
+        blocks. Returns False if too few blocks are free.
         """
         size, num_tokens = self.pool.block_size, len(request.tokens)
         missing = -(-num_tokens // size) - len(shared)
@@ -257,9 +257,9 @@ class RankScheduler:
         return True
 
     def _take_row(self, request: Request) -> int:
-        """Take a free row and return it. A request that has waited for its grammar gets its
-        previous row if that row is free, because workers keep the request's matcher there, and no
-        other request may use this matcher.
+        """Take a free row and return it. Workers keep the matcher of a request that waits for its
+        grammar in the row that the request had. So such a request gets its previous row if that row
+        is free.
         """
         row, request.compiled_row = request.compiled_row, -1
         if row not in self._free_rows:
@@ -294,9 +294,9 @@ class RankScheduler:
         """Undo the steps in flight, because workers have lost the state of these steps.
 
         Requests keep their blocks. Later steps write the KV of the undone steps again before any
-        step reads it. With recurrent state, a step cannot run again, because it has overwritten the
-        state from which it started. So if the model has recurrent state, all requests wait again,
-        and will start from checkpoints. ``rewind`` returns these requests.
+        step reads it. With recurrent state, a step cannot run again, because the step has
+        overwritten the state from which it started. So if the model has recurrent state, all
+        requests wait again, and will start from checkpoints. ``rewind`` returns these requests.
         """
         while self._flights:
             flight = self._flights.pop()
@@ -316,10 +316,10 @@ class RankScheduler:
         return victims
 
     def leave_out(self) -> RankStep:
-        """Return the only step in flight, without its requests that were removed meanwhile.
+        """Return the only step in flight, without requests that were removed after the decision.
 
-        When the step runs again, it must not write the blocks of removed requests, which may now be
-        in the prefix cache.
+        When the step runs again, the step must not write the blocks of removed requests, which may
+        now be in the prefix cache.
         """
         (flight,) = self._flights
         is_there = flight.places >= 0
@@ -331,7 +331,7 @@ class RankScheduler:
         return step
 
     def again(self, step: RankStep) -> RankBatch:
-        """Return the message with which workers run the only step in flight again.
+        """Return the message that makes the workers run the only step in flight again.
 
         Workers already have the step's rows. The message adds the tokens of the previous step.
         """
@@ -340,8 +340,8 @@ class RankScheduler:
     def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor, max_len: int) -> bool:
         """Return whether a full graph's padding fits in the block table and in the cache.
 
-        All padding uses the dummy block. But attention on CANN 8.5 counts a shared block once for
-        each use (see ``counts_shared`` of ``BlockPool``).
+        All padding uses the dummy block. If attention counts each use of a block against the
+        cache's size (``BlockPool``, ``counts_shared``), the padding must also fit in the cache.
 
         Args:
             max_len: maximum length of a request; a row of the block table has room for it.
@@ -362,7 +362,7 @@ class RankScheduler:
     def release_non_finite(self, new: NewTokens) -> list[Request]:
         """Release and return the requests of the oldest step whose logits were NaN or infinite.
 
-        Their KV might contain NaN, so their blocks are cleaned before other requests get them.
+        Their blocks might contain NaN, so workers clean the blocks before other requests use them.
         """
         flight = self._flights[0]
         samples = np.flatnonzero(flight.step.records[:, 3] > 0)
@@ -377,7 +377,7 @@ class RankScheduler:
         return found
 
     def release_failed(self, new: NewTokens) -> list[tuple[Request, str]]:
-        """Release the requests that failed in the oldest step; return them with the reasons."""
+        """Release and return the requests that failed in the oldest step, with the reasons."""
         if not new.failed:
             return []
         flight = self._flights[0]
@@ -392,12 +392,12 @@ class RankScheduler:
         """Let requests wait for their grammars. Return the requests that lose their rows, and these
         rows.
 
-        If the oldest step has sampled a request without a mask, the request is removed from all
+        If the oldest step has sampled a request without its grammar's mask, it is removed from all
         steps in flight, and does not run until all ranks have compiled its grammar. If the model
         has recurrent state, the request loses its row, because its last tokens must run again.
 
         Args:
-            unmasked: requests without a mask, as indices among the step's sampled requests.
+            unmasked: requests sampled without a mask, as indices among the sampled requests.
             compiling: rows whose grammars are not compiled on every rank.
         """
         rows = self.rows
@@ -435,7 +435,7 @@ class RankScheduler:
             self._changes.renew(place)
 
     def free_held(self) -> int:
-        """Let requests that wait for their grammars run again; return how many there are.
+        """Let requests that wait for their grammars run again; return the number of these requests.
 
         Only the result of a step shows whether a grammar is compiled. With recurrent state, a
         request that samples a token too early loses its row. So such a request runs its known
@@ -446,7 +446,7 @@ class RankScheduler:
         return int(is_held.sum())
 
     def advance(self, new: NewTokens) -> tuple[StepOutputs, list[Request]]:
-        """Apply the results of the oldest step; return the new tokens and the finished requests."""
+        """Apply the oldest step's results; return the new tokens and the finished requests."""
         flight = self._flights.popleft()
         rows, indices, records = self.rows, flight.indices, flight.step.records
         if new.prompts or new.embeddings:
@@ -507,7 +507,7 @@ class RankScheduler:
 
         Args:
             appended: [num_requests, 2], row and token id of each request.
-            margin: the smallest margin of all requests, if no block is full.
+            margin: the smallest value of ``Columns.margins``, if no block is full.
             has_full: whether at least one request has filled a block.
         """
         flight = self._flights.popleft()
@@ -537,7 +537,7 @@ class RankScheduler:
         return self._steady is not None and self._margin >= self._decode_len
 
     def _measure_margin(self) -> int:
-        """Return the smallest margin of all requests; see ``Columns.margins``."""
+        """Return the smallest value of ``Columns.margins`` of all requests."""
         return int(self.rows.margins().min()) if len(self.rows) else 0
 
     # ---- requests that leave
@@ -588,7 +588,7 @@ class RankScheduler:
 def _still_there(
     indices: Places, records: IntArray, new: NewTokens
 ) -> tuple[Places, IntArray, NewTokens]:
-    """Return a step's parts without the requests that were removed after the decision."""
+    """Return the arguments without the requests that were removed after the step's decision."""
     is_there = indices >= 0
     samples = records[:, 3] > 0
     counts = np.ones(int(samples.sum()), np.int32) if new.counts is None else new.counts

@@ -1,4 +1,4 @@
-"""A step of one data-parallel rank. While a step is built, it changes; afterwards, it is fixed."""
+"""A step of one data-parallel rank. A step changes while it is built, and never afterwards."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class NewTokens(NamedTuple):
         """Return the results with only the first tokens of each request.
 
         Args:
-            kept: [num_samples], how many tokens of each request are returned. If it is 0, the
-                result does not contain the request.
+            kept: [num_samples], how many tokens of each request are returned. A request with the
+                number 0 is not in the result.
         """
         counts = np.ones(len(kept), np.int32) if self.counts is None else self.counts
         starts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -125,7 +125,7 @@ class StepBuilder:
     """Collects the work of one rank: requests that decode, then chunks of prompts.
 
     Attributes:
-        decoding: [num_decoding], indices of the requests that decode. Each of them runs
+        decoding: [num_decoding], indices of the requests that decode. Each of these requests runs
             ``decode_len`` tokens.
         budget: number of tokens that may still be added to the step.
         max_chunk: maximum number of tokens of one prompt in the step, as long as other requests
@@ -175,8 +175,8 @@ class StepBuilder:
         """Add chunks of running requests that have not sampled a token, in order of service.
 
         Args:
-            before: a waiting request. Only chunks of requests that are served before it are added;
-                if None, chunks of all requests are added.
+            before: a waiting request. Only chunks of requests that are served before this request
+                are added; if None, chunks of all requests are added.
         """
         while self.unserved and self.budget > 0:
             index = self.unserved[0]
@@ -196,8 +196,8 @@ class StepBuilder:
         return self.decoding is EVERY and not self.chunks
 
     def build(self) -> RankStep:
-        """Return the step. If tokens of the budget are unused, the prompts that are served first
-        get them.
+        """Return the step. Chunks of the prompts that are served first get the unused tokens of
+        ``budget``.
         """
         # In decode steps, the requests that are sampled come first, because a graph samples the
         # first requests of its batch.
@@ -240,8 +240,10 @@ class RankStep:
 
     Attributes:
         indices: [num_reqs], indices among the running requests at the time of the decision.
-        records: [num_reqs, 4], as in ``RankBatch.scheduled``.
-        num_decoding: number of requests that decode. They are the first requests of the step.
+        records: [num_reqs, 4], for each request: row, num_computed_tokens, num_scheduled_tokens,
+            num_logits.
+        num_decoding: number of requests that decode. Decoding requests are the first requests of
+            the step.
         decode_len: number of tokens of a request that decodes: its last token and its drafts.
         num_prompt_ranks: number of ranks that split prompts.
         is_uniform: whether all requests run like decoding requests. If true, requests that do not
@@ -277,8 +279,9 @@ class RankStep:
     def shape(self) -> StepShape:
         """The shape of the step.
 
-        If a prompt runs one token or ``decode_len`` tokens, ``query_len`` is 0 nevertheless,
-        because a prompt samples at other positions than a request that decodes.
+        ``query_len`` is 0 also for a prompt that runs one token or ``decode_len`` tokens, because
+        the positions that a prompt samples differ from the positions that a decoding request
+        samples.
         """
         lengths = self.records[:, 2]
         query_len = int(lengths[0])
@@ -393,7 +396,8 @@ class Flight:
         """Update ``indices`` after some running requests were removed.
 
         Args:
-            moves: the result of ``RunningRows.remove``.
+            moves: for each earlier index of a running request, its new index; -1 if the request was
+                removed (``RunningRows.remove``).
         """
         places = self.places
         self.indices = np.where(places < 0, -1, moves[places])

@@ -25,30 +25,30 @@ class Request:
             output.
         stop_ids: all token ids that end the output.
         key: a number by which the caller of the scheduler finds the request's results. The caller
-            sets it before the request is scheduled.
+            sets the key before the request is scheduled.
         arrival: a number that increases with each arriving request. The scheduler sets ``arrival``,
             ``deadline`` and ``max_total_tokens``.
-        deadline: number of the step by which the whole prompt should have run. It is the number of
-            the step at arrival, plus one for every ``SchedulerConfig.prompt_share`` tokens of the
-            prompt. The request with the earliest deadline is served first. So short prompts run
-            before a long prompt, until the long prompt has waited for as many steps as its
-            computation needs.
+        deadline: number of the step by which the whole prompt should have run. The deadline is the
+            number of the step at arrival, plus one for every ``SchedulerConfig.prompt_share``
+            tokens of the prompt. The request with the earliest deadline is served first. So short
+            prompts run before a long prompt, until the long prompt has waited for as many steps as
+            its computation needs.
         max_total_tokens: maximum length of prompt and output together.
-        dp_rank: the data-parallel rank that runs the request. While the request waits, it is the
-            last rank that has run the request or has looked up its files.
+        dp_rank: the data-parallel rank that runs the request. While the request waits, the value is
+            the last rank that has run the request or has looked up its files.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
         compiled_row: the row that the request had before it began to wait for its grammar; workers
             compile the grammar under the number of this row. -1 for other requests.
         block_ids: the request's block table.
         hashes: hashes of the first full blocks. A hash is computed when it is first needed. A
             preempted request keeps its hashes.
-        prompt_end: position where the output begins. If the request was submitted again, the last
-            part of the submitted prompt is output that existed before.
+        prompt_end: position where the output begins. If a request is submitted again, the submitted
+            prompt ends with the existing output, so the output begins inside the submitted prompt.
         num_cached_tokens: number of prompt tokens that were found in the prefix cache; -1 until the
             request is first admitted. If another group has begun the request, the number is 0,
             because that group has counted the tokens.
-        prompt_logprobs: log-probabilities of those prompt tokens that were computed since the
-            request last started.
+        prompt_logprobs: log-probabilities of the prompt tokens that were computed since the request
+            last started.
         embedding: the hidden state after the prompt's last token, float32 [hidden]; empty if the
             request does not ask for it.
         admitted_s: the time at which the request last left the queue, in seconds; the caller of the
@@ -61,7 +61,7 @@ class Request:
             function returns None while the files are looked up. The attribute is None if no look-up
             runs.
         fetch: function that fetches blocks to the engine's node; another group has computed these
-            blocks. It is called at most once. None if no blocks are fetched.
+            blocks. The function is called at most once. None if no blocks are fetched.
         source: the group from which workers on other nodes fetch blocks; used at most once. None if
             no blocks are fetched.
         is_suspect: whether the request's logits have been NaN or infinite once. If true, the
@@ -148,12 +148,12 @@ class Request:
         self.fetch: FetchBlocks | None = None
         self.source: Source | None = None
         self.is_over = False
-        self.tries_grammar = False  # see ``RankScheduler.free_held``
+        self.tries_grammar = False  # whether it runs before its grammar is known to be compiled
         self.is_suspect = False
         self.max_total_tokens = 0
         self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens
         # Stop tokens are forbidden before ``min_tokens``. The exception is a request with a
-        # grammar, because the grammar may allow nothing but a stop token.
+        # grammar, because the grammar may allow only stop tokens.
         may_end = sampling.structure is not None and sampling.structure.grammar
         self.min_total_tokens = self.prompt_end + (0 if may_end else sampling.min_tokens)
 
@@ -185,7 +185,7 @@ class Request:
 
     def num_until_stop(self, num_known: int, new: Sequence[int]) -> int | None:
         """Return how many of the new tokens the request gets, if one of them is a stop token that
-        ends the request. Return None if no stop token ends it.
+        ends the request. Return None if no stop token ends the request.
 
         Args:
             num_known: number of the request's tokens before the new tokens.
@@ -199,11 +199,11 @@ class Request:
 def row_sampling(
     params: SamplingParams, *, seed: int, num_prompt_tokens: int, end_ids: Iterable[int]
 ) -> RowSampling:
-    """Return those parameters of a request that the sampler needs.
+    """Return the parameters of a request that the sampler needs.
 
     Args:
         seed: the seed that is used if ``params`` has no seed.
-        end_ids: all token ids that end the output. They are forbidden until the output has
+        end_ids: all token ids that end the output. These ids are forbidden until the output has
             ``min_tokens`` tokens.
     """
     biases = dict(params.logit_bias)
@@ -211,7 +211,7 @@ def row_sampling(
     structure = params.structure
     if structure is not None:
         structure = replace(structure, end_ids=tuple(end_ids))
-    # If there is a grammar, it alone decides whether a stop token is allowed, even before
+    # If there is a grammar, the grammar alone decides whether a stop token is allowed, even before
     # ``min_tokens``.
     has_grammar = structure is not None and bool(structure.grammar)
     allowed = params.allowed_token_ids

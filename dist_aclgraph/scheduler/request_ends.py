@@ -1,4 +1,4 @@
-"""RequestEnds: finds those running requests that end with their new tokens."""
+"""RequestEnds: finds out which running requests end at one of their new tokens."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Chooses the lockstep group of a request, by the prefixes that the groups have cached and by the
-work that waits at the groups.
+"""Chooses the lockstep group of a request. The choice depends on the prefixes that the groups have
+cached, and on the work that waits at the groups.
 
-An ingress does not see the caches of the groups. For each group, it remembers the prefixes that it
-has sent to the group, up to the size of the group's cache. For each group, the replicas of the
-ingress send each other only one number: how many tokens of their own requests wait at the group.
+An ingress does not see the caches of the groups. For each group, the ingress remembers the prefixes
+that it has sent to the group, up to the size of the group's cache. For each group, the replicas of
+the ingress send each other only one number: how many tokens of their own requests wait at the
+group.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from dist_aclgraph.arrays.ints import INT_BYTES
 from dist_aclgraph.kv.block_pool import hash_block, salted_root
 from dist_aclgraph.kv.checkpoints import BlockHash
 
-# For each open request, the router counts this number of waiting tokens, plus the tokens of the
-# request's prompt that are not computed yet. The reason is that the request runs in every step
-# until its end.
+# For each open request, the router counts this number of waiting tokens, because the request runs
+# in every step until its end. The router adds the tokens of the request's prompt that are not
+# computed yet.
 REQUEST_TOKENS = 64
-# The weight of a cached token. It is 2, because a cached token saves time for its request, and also
-# for the requests that wait behind this request.
+# The weight of a cached token. The weight is 2, because a cached token saves time for its request,
+# and also for the requests that wait behind this request.
 WORTH_OF_CACHED = 2
 
 
@@ -35,7 +36,7 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
 
     Args:
         waiting: number of tokens that wait at each group; at least one group.
-        cached: for each group, how many of the prompt's tokens it has in its cache.
+        cached: for each group, how many of the prompt's tokens are in the group's cache.
         first: index of the group that is preferred among equal groups."""
     count = len(waiting)
     return min(
@@ -45,7 +46,7 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
 
 
 def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[BlockHash]:
-    """Return the hashes of those full blocks of a prompt that can be in a prefix cache.
+    """Return the hashes of the full blocks of a prompt that can be in a prefix cache.
 
     As in the scheduler, the prompt's last token is never taken from the cache, because its logits
     are needed.
@@ -65,7 +66,7 @@ class PrefixMemory:
     """The block hashes of the prompts that were sent to a group.
 
     The maximum number of hashes is the number of blocks in the group's cache. If there are more
-    hashes, the least recently used ones are dropped. The real contents of the group's cache may
+    hashes, the least recently used hashes are dropped. The real contents of the group's cache may
     differ.
     """
 
@@ -136,7 +137,7 @@ class RoutedCounts:
     Attributes:
         routed_requests: number of requests.
         routed_prompt_tokens: number of prompt tokens of these requests.
-        routed_cached_tokens: number of those prompt tokens that, as the router assumed, were in the
+        routed_cached_tokens: number of these prompt tokens that the router assumed to be in the
             group's cache.
     """
 
@@ -172,7 +173,7 @@ class RequestRouter:
             known.memory.clear()
 
     def remove(self, group: str) -> None:
-        """Remove a group. Call this after all of its requests have ended."""
+        """Remove a group. Call this after all requests of the group have ended."""
         self._groups.pop(group, None)
         self.counts.pop(group, None)
 
@@ -217,8 +218,7 @@ class RequestRouter:
         return name
 
     def block_names(self, prompt: bytes, cache_salt: str) -> list[str]:
-        """Return the names of the files that contain those blocks of a prompt that can be in a
-        prefix cache.
+        """Return the names of the files for the blocks of a prompt that can be in a prefix cache.
 
         Args:
             prompt: int32 [num_prompt_tokens].
@@ -252,8 +252,8 @@ class RequestRouter:
         Args:
             prompt: int32 [num_prompt_tokens].
             prefill_from: the groups that accept requests. The value of a prefill group is the
-                minimum number of uncached tokens of prompts that are sent to it; the value of all
-                other groups is 0.
+                minimum number of uncached tokens of prompts that are sent to this group; the value
+                of all other groups is 0.
         """
         prefill = [name for name, minimum in prefill_from.items() if minimum]
         others = [name for name, minimum in prefill_from.items() if not minimum]

@@ -1,4 +1,4 @@
-"""RowChanges: those changes of a rank's rows that were not yet sent to the workers."""
+"""RowChanges: the changes of a rank's rows that were not yet sent to the workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RowChanges:
         self._knows_nothing = False  # whether workers have lost all rows
 
     def add_tokens(self, row: IntArray, new: NewTokens) -> None:
-        """Add the new tokens of the sampled rows ``row``, [n]."""
+        """Add the new tokens of a step. ``row`` is [n]: the rows for which tokens were sampled."""
         appended = np.empty((len(new.token_ids), 2), np.int32)
         appended[:, 0] = row if new.counts is None else np.repeat(row, new.counts)
         appended[:, 1] = new.token_ids
@@ -50,7 +50,7 @@ class RowChanges:
         self._renewed.append(request.start(self._dp_rank, request.row))
 
     def drop(self, rows: Collection[int]) -> None:
-        """Drop the changes of rows."""
+        """Drop the collected changes of these rows."""
         self._appended = self._appended[~np.isin(self._appended[:, 0], list(rows))]
         self._renewed = [start for start in self._renewed if start.row not in rows]
 
@@ -64,10 +64,11 @@ class RowChanges:
     def message(
         self, builder: StepBuilder, step: RankStep, cleaned: Sequence[int], kept: bytes
     ) -> RankBatch:
-        """Return the message for a decided step. It contains all changes until now.
+        """Return the message for a decided step. The message contains all changes until now.
 
         Args:
-            cleaned, kept: as in ``RankBatch``.
+            cleaned: the blocks that workers set to zero before the step.
+            kept: int32 pairs, row and checkpoint; after the step, the row's state is copied to it.
         """
         renewed, self._renewed = self._renewed, []
         restored = pack_ints(builder.restored) if builder.restored else b""
@@ -91,7 +92,7 @@ class RowChanges:
         )
 
     def take_tokens(self) -> bytes:
-        """Return the new tokens, as in ``RankBatch.appended``."""
+        """Return the new tokens, int32 pairs of row and token id, and forget them."""
         appended, self._appended = self._appended, NO_PAIRS
         return appended.tobytes()
 

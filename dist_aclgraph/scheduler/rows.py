@@ -21,7 +21,7 @@ Indices = Places | slice
 EVERY = slice(None)
 
 NUM_COLUMNS = 15
-# Values of the column ``held``.
+# Values of the column ``held`` of ``Columns``.
 WAITS, TRIES = 1, 2
 # Columns that change at the same time are next to each other, so that one operation changes all of
 # them. When a step is decided, the columns from ``computed`` to ``slack`` change. When the tokens
@@ -49,7 +49,8 @@ class StepChanges(NamedTuple):
 
 
 class Columns:
-    """Gives names to the columns of one rank, or of several ranks.
+    """Gives names to the columns of integers that describe the running requests of one rank, or of
+    several ranks.
 
     ``computed`` and ``known`` include the tokens of steps in flight, as if these steps accepted no
     drafts. When the steps end, accepted drafts increase both numbers, by at most ``slack``.
@@ -57,11 +58,12 @@ class Columns:
     Attributes: columns of int32, [num_requests] each, or [num_ranks, capacity] each.
         row: row of the request in the workers' batch.
         key: the attribute ``key`` of the request.
-        computed: number of tokens whose KV is in the cache, or is written by steps in flight. It
-            grows up to ``known``.
+        computed: number of tokens whose KV is in the cache, or is written by steps in flight. This
+            number grows up to ``known``.
         known: number of existing tokens, prompt and output together.
         flying: number of the ``computed`` tokens that are in steps in flight.
-        slack: number of the request's drafts in steps in flight. All of them may be accepted.
+        slack: number of the request's drafts in steps in flight. All of these drafts may be
+            accepted.
         received: number of the ``known`` tokens that the host has received.
         num_recent: number of tokens that ``settle`` will add to ``Request.tokens``.
         started: number of tokens that the request had when it got the row. All later tokens were
@@ -72,12 +74,12 @@ class Columns:
         limit: maximum length of prompt and output together.
         covered: number of tokens for which the request has blocks.
         next_full: value of ``computed`` at which the next block becomes full.
-        can_verify: 1 if drafts of the request may be accepted, otherwise 0. For example, it is 0
-            for a request with penalties, because the probability of a token would depend on the
-            drafts before the token.
-        held: ``WAITS`` while the request waits for its grammar and does not run. ``TRIES`` if it
-            runs one token in each step, because only a step's result shows whether the grammar is
-            compiled. Otherwise 0.
+        can_verify: 1 if drafts of the request may be accepted, otherwise 0. For example, the value
+            is 0 for a request with penalties, because the probability of a token would depend on
+            the drafts before the token.
+        held: ``WAITS`` while the request waits for its grammar and does not run. ``TRIES`` if the
+            request runs one token in each step, because only a step's result shows whether the
+            grammar is compiled. Otherwise 0.
     """
 
     def _name_columns(self, columns: IntArray) -> None:
@@ -117,7 +119,8 @@ class Columns:
 
 
 class RunningRows(Columns):
-    """The columns of one rank. The requests are in the order in which they were admitted.
+    """The columns of integers that describe the running requests of one rank. The requests are in
+    the order in which they were admitted.
 
     Args:
         columns: [NUM_COLUMNS, capacity], this rank's part of the group's columns.
@@ -146,7 +149,9 @@ class RunningRows(Columns):
     def add(
         self, request: Request, *, computed: int, covered: int, next_full: int, prompt_end: int
     ) -> int:
-        """Add a request that has a row and blocks; return its index, which is the last one."""
+        """Add a request that has a row and blocks; return the request's index, which is the highest
+        index.
+        """
         index = len(self.requests)
         num_tokens = len(request.tokens)
         self.requests.append(request)
@@ -181,7 +186,7 @@ class RunningRows(Columns):
 
     def remove(self, indices: list[int]) -> Places:
         """Move the recent tokens of requests to their token lists, and remove the requests. The
-        requests after them get smaller indices.
+        requests after the removed requests get smaller indices.
 
         Returns:
             For each request that existed before, its new index; -1 if it was removed.
@@ -204,7 +209,8 @@ class RunningRows(Columns):
         """Add the changes of a decided step to the columns, as if the step accepted no drafts.
 
         Args:
-            records: [n, 4] as in ``RankBatch.scheduled``, for the requests at ``indices``.
+            records: [n, 4], for each request at ``indices``: row, num_computed_tokens,
+                num_scheduled_tokens, num_logits.
         """
         drafts = np.maximum(records[:, 3] - 1, 0)
         grown = records[:, 2] - drafts
@@ -229,7 +235,7 @@ class RunningRows(Columns):
         known.
 
         Args:
-            indices, records: the arguments of ``take_off`` for this step.
+            indices, records: the arguments with which ``take_off`` was called for this step.
             passed: [n], number of accepted drafts of each request; None means 0 for each.
         """
         drafts = np.maximum(records[:, 3] - 1, 0)

@@ -17,10 +17,10 @@ class RunningCopy:
     Attributes:
         kind: the kind of the job; see ``JobKind``.
         held: the blocks that the job holds, in the order of the block table.
-        block_ids: the blocks that the job copies. They are the last blocks of ``held``.
+        block_ids: the blocks that the job copies. These blocks are the last blocks of ``held``.
         request: the request that waits for the blocks; None if no blocks are read.
         waits_for: the workers that have not ended the job yet.
-        num_whole: the smallest number that a worker has reported until now; see
+        num_whole: the smallest number of copied blocks that a worker has reported until now; see
             ``BlockCopies.end``.
         states: for each checkpoint that the job copies, the hash of its block, and its number.
     """

@@ -68,8 +68,8 @@ class _Decided(NamedTuple):
 
 
 class Scheduler:
-    """Owns the requests of a lockstep group, and decides the steps of its data-parallel ranks. It
-    knows nothing about devices, channels or time.
+    """Owns the requests of a lockstep group, and decides the steps of its data-parallel ranks. The
+    scheduler knows nothing about devices, channels or time.
 
     ``schedule()`` decides a step, and ``update()`` applies the step's results. The next step may be
     decided before ``update()``. So the scheduler may notice the end of a request one step late. The
@@ -136,7 +136,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._in_flight: deque[_Decided] = deque()  # oldest first
-        self._is_void = False  # whether the step in flight is void and must run again
+        self._is_void = False  # whether the step in flight has invalid results and must run again
         self.num_reruns = 0
         self.num_non_finite = 0  # number of requests that ended because of NaN or infinite logits
         self.admitted: list[Request] = []  # requests that the last decision started
@@ -187,7 +187,7 @@ class Scheduler:
             )
         if request.request_id in self._requests:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use")
-        # The limit does not apply to requests that will get a row in the next step.
+        # Requests that will get a row in the next step do not count as waiting requests.
         num_waiting = len(self.waiting) - sum(rank.num_free_rows for rank in self.ranks)
         if num_waiting >= self.config.max_waiting and not request.has_output:
             raise QueueFullError(
@@ -201,7 +201,7 @@ class Scheduler:
         self.waiting.add([request])
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestDelta | None:
-        """End a request immediately, even while a step runs it.
+        """End a request immediately, even while a step runs the request.
 
         The request's results from steps in flight are dropped. Returns None if the request is
         unknown or has finished.
@@ -283,12 +283,12 @@ class Scheduler:
         """Apply the results of all ranks for the oldest step in flight; return the outputs.
 
         Results of another epoch or step are ignored. If a token was beyond the capacity of the
-        exchange between experts, the results of the step are void, and ``schedule()`` issues the
-        step again. If the logits of a request are NaN or infinite, its blocks might be the cause.
-        So the request waits again, and is computed from its first token in clean blocks that no
-        other request uses. If its logits are NaN or infinite a second time, the request ends. If a
-        rank had not compiled the grammar of a request, the request gets no token, and waits until
-        all ranks have compiled it.
+        exchange between experts, the results of the step are invalid, and ``schedule()`` issues the
+        step again. NaN or infinite logits of a request might come from its KV blocks. So the
+        request waits again, and is computed from its first token in clean blocks that no other
+        request uses. If its logits are NaN or infinite a second time, the request ends. If a rank
+        had not compiled the grammar of a request, the request gets no token, and waits until all
+        ranks have compiled the grammar.
 
         Raises:
             WorkerError: the step failed on a rank, or a result does not have the expected tokens.
@@ -358,7 +358,7 @@ class Scheduler:
 
         After this call, ``schedule()`` decides steps for the same tokens, and sends all rows to
         workers again. If the model has recurrent state, requests wait again, and start from
-        checkpoints. Otherwise, they keep their computed tokens.
+        checkpoints. Without recurrent state, requests keep their computed tokens.
         """
         self.epoch = epoch
         self._in_flight.clear()
@@ -420,7 +420,7 @@ class Scheduler:
                 order = (-len(shared), is_other, busy, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (_, is_other, *_, index), shared in sorted(offers):
-            # No second look-up for another rank, which could also be full when the look-up ends.
+            # A second look-up would not help: at its end, the other rank could also be full.
             if not is_other:
                 request.dp_rank = index
                 if self.ranks[index].prefixes.fetch(request, shared):
@@ -469,7 +469,7 @@ class Scheduler:
             for rank, step in zip(self.ranks, steps, strict=True)
         )
 
-    # ---- void steps
+    # ---- steps whose results are invalid
 
     def _is_void_after(self, plan: StepPlan, results: dict[int, StepResult]) -> bool:
         """Store the token counts of experts; return whether an exchange exceeded its capacity."""
@@ -527,7 +527,7 @@ class Scheduler:
         """Let requests wait while a worker of their data-parallel rank compiles their grammar.
 
         Args:
-            told: those results that contain rows whose grammars are not compiled.
+            told: the results that contain rows whose grammars are not compiled.
         """
         unmasked: list[set[int]] = [set() for _ in self.ranks]
         compiling: list[set[int]] = [set() for _ in self.ranks]
@@ -543,8 +543,8 @@ class Scheduler:
     def _max_total_tokens(self, request: Request) -> int:
         """Return the maximum length of the request, counting prompt and output together.
 
-        The KV of the last token is never needed, so a request may be one token longer than the
-        cache. Without ``max_tokens``, the size of the cache limits the request.
+        The KV of the last token is never needed, so a request may have one token more than the
+        cache has room for. Without ``max_tokens``, the size of the cache limits the request.
         """
         pool = self.ranks[0].pool
         cache = pool.num_usable * pool.block_size + 1

@@ -108,8 +108,8 @@ class WaitingRequests:
         self._end_compiling([each for each, (rank, row) in waits if row not in compiling[rank]])
 
     def try_grammars(self) -> int:
-        """Put all requests that wait for grammars back into the queue; return how many there are.
-        These requests will run one token in each step; see ``Request.tries_grammar``.
+        """Put all requests that wait for grammars back into the queue; return the number of these
+        requests. These requests will run one token in each step; see ``Request.tries_grammar``.
         """
         requests = list(self._compiling)
         for request in requests:

@@ -1,5 +1,5 @@
-"""A deployment without devices: computes the offers that its ranks would make, and the resulting
-plan.
+"""A deployment without devices: computes the resources that its ranks would offer for graphs, and
+the resulting plan.
 
 The properties of the devices are assumptions, which ``assumptions`` lists.
 """
@@ -109,7 +109,7 @@ class AssumedDeployment:
         return cls(planner, memory, offers, exchange)
 
     def with_mode(self, mode: GraphMode) -> AssumedDeployment:
-        """Return the same deployment in another graph mode."""
+        """Return a copy of this deployment with another graph mode."""
         graph = self.config.graph.model_copy(update={"mode": mode})
         return self.from_config(self.config.model_copy(update={"graph": graph}))
 
@@ -133,7 +133,9 @@ class AssumedDeployment:
         return self.planner.budget_model
 
     def graph_bytes(self, pool_bytes: int) -> int:
-        """Return the bytes that a rank's graphs use: ``pool_bytes``, or an estimate if it is 0."""
+        """Return the bytes that a rank's graphs use: ``pool_bytes``, or an estimate if
+        ``pool_bytes`` is 0.
+        """
         if self.config.graph.mode == "NONE":
             return 0
         return pool_bytes or self.memory.graph_bytes
@@ -271,7 +273,7 @@ def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
 
 
 def _check_chip(config: Config) -> None:
-    """Raise an error if the chip of the NPUs is unknown, unless ``device.memory_mb`` is set."""
+    """Raise an error if the chip of the NPUs is unknown and ``device.memory_mb`` is not set."""
     device = config.device
     if device.kind != "npu" or device.memory_mb is not None or family_of(device.chip):
         return

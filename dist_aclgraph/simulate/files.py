@@ -106,8 +106,8 @@ class SimulatedNode:
         return first.add(block_hash, used_s)
 
     def read(self, block_hash: BlockHash, used_s: float) -> str | None:
-        """Read a block, and copy it to the first tier. Return the name of the tier from which it
-        was read; None if no tier has it.
+        """Read a block, and copy it to the first tier. Return the name of the tier from which the
+        block was read; None if no tier has the block.
         """
         found = self.tier_of(block_hash)
         if found is not None:

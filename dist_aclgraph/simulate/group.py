@@ -1,8 +1,8 @@
 """The loop of one simulated lockstep group. The scheduler, the dispatcher and the code that decides
-about graph changes are parts of a real engine.
+about graph changes are the code of a real engine.
 
-Three things are simulated: each step takes an assumed time, captures always succeed, and the
-generated tokens are meaningless.
+Three things differ from a real engine: each step takes an assumed time, captures always succeed,
+and the generated tokens are meaningless.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SimulatedRanks:
 
 @dataclass
 class Counts:
-    """Numbers of events. ``Tally`` counts the steps."""
+    """Numbers of events in a simulated group. Steps are counted by ``Tally``."""
 
     generated_tokens: int = 0
     finished: int = 0
@@ -129,7 +129,7 @@ class SimulatedGroup:
         self._offers = _probed(deployment, distinct(negotiated.offers))
         self._weight = shares_plan_with
         self._history = TrafficHistory(config.graph, 0.0)
-        self._is_unseen = False  # whether any step has run since the last choice of buckets
+        self._is_unseen = False  # whether a step has run since buckets were last chosen
         self.clock_s = 0.0
         self.tally = Tally()
         self.counts = Counts()
@@ -278,14 +278,14 @@ class SimulatedGroup:
         output: Sequence[int] = (),
         source: SimulatedNode | None = None,
     ) -> bool:
-        """Submit a request. Return whether the scheduler accepted it.
+        """Submit a request. Return whether the scheduler accepted the request.
 
         Args:
             name: the request's id, which is a number as text.
             hands_over: whether the group computes only the prompt and the first token.
             output: the tokens that another group has already generated.
             source: the node of the group that has computed the prompt; None if this group computes
-                it.
+                the prompt.
         """
         prompt = arrival.token_ids(int(name))
         request = Request(

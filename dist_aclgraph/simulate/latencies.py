@@ -37,7 +37,8 @@ class Latencies:
         """
         for index in outputs.firsts.tolist():
             name = outputs.requests[index].request_id
-            if name in self._arrived_s:  # absent after a preemption
+            # a preempted request can get its first token again; only the first time counts
+            if name in self._arrived_s:
                 self.first_token_s.append(now_s - self._arrived_s.pop(name))
                 self._begun_s[name] = now_s
         for index in outputs.finish_reasons:

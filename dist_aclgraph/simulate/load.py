@@ -1,11 +1,12 @@
-"""The load of a simulation. It consists of batches or of requests. Both can be read line by line
-from a trace; requests can also be drawn at random.
+"""The load of a simulation. A load consists of batches or of requests. Batches and requests can be
+read line by line from a trace; requests can also be drawn at random.
 
 A trace is a file of JSON lines, or of CSV with a header. Each line is either
 
-- a batch, which is one step of a rank. It has one of these sets of columns: ``decode``, the number
-  of requests that decode; ``num_reqs`` and ``query_len``; or ``tokens``, the number of tokens in a
-  mixture of prefill and decode (if prompts are split among ranks, only the tokens of one rank); or
+- a batch, which is one step of a rank. A batch has one of these sets of columns: ``decode``, the
+  number of requests that decode; ``num_reqs`` and ``query_len``; or ``tokens``, the number of
+  tokens in a mixture of prefill and decode (if prompts are split among ranks, only the tokens of
+  one rank); or
 - a request, with the columns ``arrival_s``, ``prompt_tokens`` and ``output_tokens``. Lines are in
   the order of arrival. If prompts share a prefix, a line also has ``shared_tokens``, the length of
   the prefix. If there are several prefixes, ``shared`` is the number of the prefix.
@@ -122,7 +123,7 @@ class Load(Generic[Item]):
 
 
 class Trace:
-    """A trace file. Its first line decides whether it contains batches or requests.
+    """A trace file. The first line decides whether the file contains batches or requests.
 
     Raises:
         ConfigError: the file cannot be read, or its first line is neither a batch nor a request.

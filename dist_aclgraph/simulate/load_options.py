@@ -22,9 +22,9 @@ class LoadOptions:
     second that are drawn at random.
 
     ``requests`` and ``seconds`` limit the load of the whole deployment. ``beginnings`` is the
-    number of prefixes that drawn prompts share. If it is not 0 and there are several groups, the
-    result also compares routing rules. ``accepted`` is the probability that a draft is accepted, if
-    all drafts before it were accepted.
+    number of prefixes that drawn prompts share. If ``beginnings`` is not 0 and there are several
+    groups, the result also compares routing rules. ``accepted`` is the probability that a draft is
+    accepted, if all drafts before it were accepted.
     """
 
     trace: Path | None = None

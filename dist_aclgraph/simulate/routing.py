@@ -43,7 +43,7 @@ class Routing(Protocol):
 
 
 class FewestOutstanding:
-    """The simpler rule: choose the group with the fewest open requests."""
+    """A simpler rule than the ingress's: choose the group with the fewest open requests."""
 
     def __init__(self) -> None:
         self._group_of: dict[str, str] = {}
@@ -194,7 +194,7 @@ class RoutedLoad:
 
 
 def make_router(groups: Sequence[SimulatedGroup]) -> RequestRouter:
-    """Return a router for these groups. The router's name of a group is its index as text."""
+    """Return a router for these groups. The router names each group by its index, as text."""
     router = RequestRouter()
     for index, group in enumerate(groups):
         pools = [rank.pool for rank in group.scheduler.ranks]

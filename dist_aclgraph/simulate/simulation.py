@@ -2,7 +2,7 @@
 computes the overall result.
 
 Groups with equal plans get equal shares of the load. So only one of these groups is simulated, and
-it represents the others.
+this group represents the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dist_aclgraph.simulate.routing import compare_copies, compare_routing
 from dist_aclgraph.simulate.tally import Shares
 from dist_aclgraph.simulate.times import StepTimes
 
-MAX_GROUPS = 8  # maximum number of simulated groups; kinds with many groups come first
+MAX_GROUPS = 8  # maximum number of simulated groups; kinds with most groups come first
 
 # A function that is called with the fraction of the load that has been played, from 0 to 1.
 OnProgress = Callable[[float], None]
@@ -43,7 +43,8 @@ OnProgress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class GroupKind:
-    """Lockstep groups whose ranks make equal offers, and which therefore have the same plan.
+    """Lockstep groups whose ranks offer equal resources for graphs, so that the groups have the
+    same plan.
 
     Attributes:
         first: index of the group that is simulated.
@@ -150,8 +151,8 @@ def simulate(
 
 
 def group_kinds(deployment: AssumedDeployment) -> list[GroupKind]:
-    """Return one kind for each set of groups with equal offers. The kind with the most groups comes
-    first.
+    """Return one kind for each set of groups whose ranks offer equal resources for graphs. The kind
+    with the most groups comes first.
     """
     groups, offers = deployment.layout.lockstep_groups, deployment.offers
     if deployment.config.graph.scope == "cluster":

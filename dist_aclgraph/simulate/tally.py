@@ -1,5 +1,5 @@
-"""Counts the steps of a simulation over time and by batch size. The dispatcher itself counts
-neither over time nor by batch size.
+"""Counts the steps of a simulation for each period of time, and for each batch size. The dispatcher
+has no such counts.
 """
 
 from __future__ import annotations

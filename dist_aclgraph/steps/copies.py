@@ -11,13 +11,13 @@ import msgspec
 # "save" copies blocks from a device to files, and "load" copies blocks from files to a device.
 # "delete" deletes files, and "touch" marks files as used now; both use no device. "find" looks up
 # files on a node without an engine, and fetches missing files. One worker of that node executes the
-# job, and all other workers ignore it. "cancel" ends the "find" job with the same number, and has
-# no result.
+# job, and all other workers ignore the job. "cancel" ends the "find" job with the same number, and
+# has no result.
 JobKind = Literal["save", "load", "delete", "touch", "find", "cancel"]
 
 
 class CopyJob(msgspec.Struct, frozen=True):
-    """Work on the files of KV blocks and checkpoints.
+    """One job on the files of KV blocks and checkpoints.
 
     Jobs of the kinds "delete", "touch" and "find" have no block ids and no checkpoints.
     """
@@ -60,9 +60,10 @@ class CopiedBlocks(msgspec.Struct, frozen=True, tag="copied"):
 
     ``ended`` contains a pair for each job that has ended. The first element is the job's number.
     The second element is the number of blocks that the job has written. For a job that reads or
-    looks up files, it is the number of leading blocks that were read or found. ``num_read`` says,
-    for each tier's name, how many blocks the worker has read from it until now. ``fetched``
-    contains the fields of ``FetchCounts``; it is empty if the worker fetches no files.
+    looks up files, the second element is the number of leading blocks that were read or found.
+    ``num_read`` maps the name of each tier to the number of blocks that the worker has read from
+    this tier until now. ``fetched`` contains the fields of ``FetchCounts``; ``fetched`` is empty if
+    the worker fetches no files.
     """
 
     epoch: int

@@ -51,7 +51,8 @@ class RequestDelta(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Additional results of a request. They are sent with its first token or with its last token.
+    """Additional results of a request. These results are sent with the request's first token or
+    with its last token.
 
     ``index`` is the request's index in ``StepDeltas.numbers``; ``RequestDelta`` explains the other
     fields.

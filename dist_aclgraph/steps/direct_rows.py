@@ -1,4 +1,5 @@
-"""Pure functions for the rows of a step that attend directly to the paged cache.
+"""The rows of a step whose attention reads the paged cache directly, through block tables. All
+functions are pure.
 
 If the cache is sharded, a row is a token. If the cache is not sharded but prompts are split between
 ranks, a row is a piece of a request. In all other cases, a row is a request.
@@ -19,15 +20,15 @@ from dist_aclgraph.steps.padding import shard_lens
 
 @dataclass(frozen=True)
 class DirectRows:
-    """The rows of a rank that attend directly. Their tokens are the first tokens of the rank's
-    share of the step.
+    """The rows of a rank whose attention reads the paged cache directly, through block tables. The
+    tokens of these rows are the first tokens that the rank runs in the step.
 
     Attributes:
         query_ends: [num_rows], cumulative query lengths.
-        kv_lens: [num_rows], for each row, the number of this shard's keys to which its last query
-            attends; at least one.
-        requests: [num_rows], for each row, the index of the request whose blocks it reads; None if
-            row i belongs to request i.
+        kv_lens: [num_rows], for each row, the number of this shard's keys to which the row's last
+            query attends; at least one.
+        requests: [num_rows], for each row, the index of the request whose blocks the row reads;
+            None if each row i reads the blocks of request i.
     """
 
     query_ends: list[int]
@@ -42,11 +43,12 @@ class DirectRows:
 def direct_rows(
     step: HostStep, split: PromptSplit, place: ContextPlace, *, takes_long_queries: bool
 ) -> DirectRows:
-    """Return the rows of a step that attend directly.
+    """Return the rows of a step whose attention reads the paged cache directly.
 
     Args:
         split: the division of the step's prompts among ranks.
-        takes_long_queries: whether requests with many queries also attend directly.
+        takes_long_queries: whether attention also reads the cache directly for requests with many
+            query tokens.
     """
     if place.is_sharded:
         return _tokens(step, split, place)

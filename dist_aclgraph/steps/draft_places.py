@@ -1,4 +1,5 @@
-"""Computes the places where drafting continues, from the values that the host knows before a step.
+"""Computes the places from which drafting continues: the tokens after which a step samples. The
+inputs are the values that the host knows before the step.
 
 See ``device_step.DraftInputs``.
 """
@@ -20,7 +21,7 @@ class DraftPlaces:
 
     Attributes:
         rows, most: [S], as in ``DraftInputs``.
-        num_logits: [S], number of sampled places of each request.
+        num_logits: [S], for each request, how many tokens the step samples.
         positions: [S, k + 1]; slots: [S, 3 k]; places: [S, k + 1], indices into the step's tokens.
         behind: [S], -1 if the host knows the positions of the request. Otherwise, the request's
             row; the device increases the positions by the row's number of accepted drafts.
@@ -35,8 +36,8 @@ class DraftPlaces:
     behind: IntArray
 
     def moved(self, is_moved: npt.NDArray[np.bool_]) -> DraftPlaces:
-        """Return a copy with other values of ``behind``: if ``is_moved``, [S], is true for a
-        request, the new value is the request's row.
+        """Return a copy in which ``behind`` is the request's row for each request for which
+        ``is_moved``, [S], is true.
         """
         return replace(self, behind=np.where(is_moved, self.rows, -1).astype(np.int32))
 
@@ -48,10 +49,11 @@ def draft_places(
     place: ContextPlace,
     may_draft: npt.NDArray[np.bool_],
 ) -> DraftPlaces:
-    """Compute the places of a batch.
+    """Compute, for a batch, the places from which drafting continues.
 
     Args:
-        records: [num_reqs, 4], as in ``RankBatch.scheduled``.
+        records: [num_reqs, 4], for each request: row, num_computed_tokens, num_scheduled_tokens,
+            num_logits.
         block_table: [max_rows, max_blocks].
         place: the indices in context parallelism of the rank for which slots are computed.
         may_draft: [max_rows], whether drafts of a row may be accepted.

@@ -25,21 +25,21 @@ class HostStep:
 
     Attributes:
         rows: [num_reqs], row of each request.
-        token_ids, positions, slots: [num_tokens]. If only the device knows a token, a reference to
-            it takes the place of its id (``references.py``). If the row has no block for a token,
-            the token's slot is in the dummy block.
+        token_ids, positions, slots: [num_tokens]. If only the device knows a token, ``token_ids``
+            contains a reference to the token (``references.py``) instead of an id. If the row has
+            no block for a token, the token's slot is in the dummy block.
         query_ends, kv_lens: [num_reqs], cumulative query lengths and KV lengths.
         block_table: [num_reqs, num_blocks], with enough columns for the longest request and its
             drafts.
         sampled: [num_samples], indices, in the batch, of the requests that get tokens.
         sampled_rows: [num_samples], rows of these requests.
-        num_logits: [num_samples], number of sampled places of each request.
+        num_logits: [num_samples], for each of these requests, how many tokens the step samples.
         places: [num_samples * (k + 1)], indices, among the step's tokens, of the tokens after which
             a token is sampled. If a request has fewer than k + 1 places, its last place is
             repeated.
         next_tokens: [num_tokens], for each of the step's tokens, the token after it; 0 if the host
             does not know that token. Empty if the deployment uses no drafts.
-        drafts: the places where drafting continues; None if the deployment uses no drafts.
+        drafts: the places from which drafting continues; None if the deployment uses no drafts.
         prompts: the facts that this rank must know about the tokens of other prefill ranks; None if
             prompts are not split. If prompts are split, this object contains only the tokens of
             this rank, but all requests of the step.

@@ -71,8 +71,8 @@ class GraphLens:
         return Lens(ends, (lens, *later))
 
     def _ends_of(self, graph: BatchDescriptor) -> list[int]:
-        """Return the query ends of a graph whose requests all have the same number of queries. They
-        are constant.
+        """Return the query ends of a graph whose requests all have the same number of query tokens.
+        These query ends are constant.
         """
         ends = self._uniform_ends.get(graph)
         if ends is None:
@@ -81,8 +81,8 @@ class GraphLens:
         return ends
 
     def _pad_tokens(self, graph: BatchDescriptor, kv_lens: IntArray) -> Lens:
-        """Return lengths with one row for each token. A token attends to those keys of this shard
-        that are not after the token's position.
+        """Return lengths with one row for each token. A token attends to this shard's keys up to
+        the token's position.
 
         If this shard has no keys for a token, the KV length of the token's row is one, and the
         row's result is discarded.
@@ -98,8 +98,8 @@ class GraphLens:
 
 
 def shard_lens(place: ContextPlace, lens: IntArray) -> IntArray:
-    """Return, for each row, the number of its keys that a shard keeps, but at least one, because
-    operators require this.
+    """Return, for each row, how many of the row's keys a shard keeps. The result is at least one,
+    because operators require this.
     """
     return np.maximum(place.shards.lengths(lens, place.shard), PADDING_KV_LEN)
 
@@ -118,7 +118,8 @@ def padding_len(graph: BatchDescriptor, num_tokens: int, num_reqs: int) -> int:
 
 
 def padding_blocks(graph: BatchDescriptor, num_tokens: int, num_reqs: int, block_size: int) -> int:
-    """Return the number of blocks that attention counts for a full graph's padding requests.
+    """Return how many blocks the padding requests of a full graph need, if attention counts each
+    use of the dummy block (``BlockPool``, ``counts_shared``).
 
     Args:
         num_tokens, num_reqs: numbers of live tokens and of live requests.
@@ -133,8 +134,8 @@ def _share(num_tokens: int, num_reqs: int) -> int:
 
 
 def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> list[int]:
-    # Every padding request has as many queries as a live request, and its KV length counts the keys
-    # of these queries.
+    # Every padding request has as many query tokens as a live request, and its KV length counts the
+    # keys of these tokens.
     missing = graph.num_reqs - len(kv_lens)
     padded: list[int] = kv_lens.tolist() + [max(graph.query_len, PADDING_KV_LEN)] * missing
     return padded

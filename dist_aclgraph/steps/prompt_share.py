@@ -1,5 +1,5 @@
-"""A step whose prompts are split between prefill ranks: the share of one rank, and the ranks that
-run the other tokens.
+"""A step whose prompts are split between prefill ranks: the tokens that one rank runs (its share),
+and the ranks that run all other tokens.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ class PromptShare:
     """The facts that one rank must know about the tokens of other prefill ranks.
 
     Attributes:
-        rank: the rank that uses this share.
+        rank: the prefill rank that uses this object.
         written: [ranks * num_tokens], for each token of each rank, the slot of this rank's cache to
             which the token's KV is written. The tokens of rank 0 come first, then the tokens of
             rank 1, and so on. If all ranks run a token, only the element that belongs to this rank
             contains a slot.
         positions: [ranks * num_tokens], positions of the tokens to which ``written`` belongs.
-        owners: [num_places], for each place, the rank that runs the token of this place.
+        owners: [num_places], the rank that runs each place. A place is a token of the step after
+            which a token is sampled.
         landings: [num_places], for each place, the index of its token in that rank's list of
             tokens.
     """
@@ -42,8 +43,8 @@ def share_prompts(step: HostStep, num_ranks: int, rank: int) -> HostStep:
     """Return one rank's share of a step, or the step itself if no prompt is long enough to be
     split.
 
-    The share contains all requests of the step, but only the tokens of this rank. If another rank
-    runs the token of a place, the place's index in ``places`` is 0.
+    The share is a step with all requests, but only the tokens that ``rank`` runs. If another rank
+    runs a token after which the step samples, the index of this token in ``places`` is 0.
     """
     if num_ranks == 1 or not len(step.rows):
         return step

@@ -16,8 +16,8 @@ from dist_aclgraph.arrays.packing import aligned
 
 
 def first_last(k: int, num_rows: int) -> int:
-    """Return the index, in the latest tokens, of the last token of row 0. It comes directly after
-    all drafts.
+    """Return the index of the first last token in the array of latest tokens: the last token of row
+    0. In this array, the drafts of all rows come first.
     """
     return aligned(num_rows * k)
 

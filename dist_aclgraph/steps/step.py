@@ -88,8 +88,8 @@ class RankBatch(msgspec.Struct, frozen=True):
     outputs. A token is sampled after each of the last ``num_logits`` tokens of a request:
     ``num_logits`` is 0 in the middle of a prompt, 1 at its end, and k + 1 if the device verifies
     the row's k drafts. ``appended`` and ``blocks`` update the rows before the step. The blocks of
-    ``cleaned`` are set to zero before the step, because they can contain NaN, and attention reads
-    whole blocks. A data-parallel rank without work gets an empty batch, and runs the step on
+    ``cleaned`` are set to zero before the step, because these blocks can contain NaN, and attention
+    reads whole blocks. A data-parallel rank without work gets an empty batch, and runs the step on
     padding only.
 
     If the model has recurrent state, each row has a state. Before the step, a checkpoint is copied
@@ -138,8 +138,8 @@ class RankPlan(msgspec.Struct, frozen=True, tag="step"):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """The decision about one step, for all ranks of a lockstep group. Workers get only parts of it
-    (``RankPlan``).
+    """The decision about one step, for all ranks of a lockstep group. Workers get only parts of
+    this decision (``RankPlan``).
 
     Every rank replays ``graph``, even a rank without work. If ``graph`` is None, the step runs
     eagerly. ``exchange`` is the exchange that sends tokens to their experts; None if no token needs
@@ -181,7 +181,7 @@ class RowLogprobs(msgspec.Struct, frozen=True):
     def ranked(self) -> dict[int, tuple[float, int]]:
         """Return the log-probability and the rank of each token; the keys are token ids. The chosen
         token comes first, then the most probable tokens. If the chosen token is one of these
-        tokens, it has only one entry.
+        tokens, the token has only one entry.
         """
         ranks = (self.rank, *range(1, len(self.logprobs)))
         found: dict[int, tuple[float, int]] = {}
@@ -230,17 +230,18 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     drafts. Without drafts, ``counts`` is empty, and each request gets one token. ``expert_tokens``
     is the number of tokens that the rank's experts have computed since the rank started.
     ``num_unplaced`` says how many of the step's tokens were beyond the capacity of the exchange; if
-    it is not zero, the step is void and runs again. ``non_finite`` lists the requests whose tokens
-    are meaningless, because their logits are NaN or infinite. ``failed`` says why requests have
-    failed. ``unmasked`` lists the requests whose tokens are meaningless, because this rank had not
-    compiled their grammars yet. ``compiling`` lists the rows whose grammars this rank is compiling.
-    ``embeddings`` contains the embedding of each request that asks for one, float32 [hidden]: the
-    hidden state after the final norm. ``waited_us`` says how long the worker waited for this result
-    after enough work of the next step was queued; 0 if no further step was queued. If the worker
-    measures its host time, ``timings_us`` contains the host's time in each stage, from the plan's
-    arrival to the result. ``overlapped_us`` contains the host's time for work that delays no step:
-    work while the device is busy, and work between two steps. ``counted`` contains the number and
-    the bytes of the step's collectives, if the device counts them.
+    it is not zero, the step's results are invalid, and the step runs again. ``non_finite`` lists
+    the requests whose tokens are meaningless, because their logits are NaN or infinite. ``failed``
+    says why requests have failed. ``unmasked`` lists the requests whose tokens are meaningless,
+    because this rank had not compiled their grammars yet. ``compiling`` lists the rows whose
+    grammars this rank is compiling. ``embeddings`` contains the embedding of each request that asks
+    for one, float32 [hidden]: the hidden state after the final norm. ``waited_us`` says how long
+    the worker waited for this result after enough work of the next step was queued; 0 if no further
+    step was queued. If the worker measures its host time, ``timings_us`` contains the host's time
+    in each stage, from the plan's arrival to the result. ``overlapped_us`` contains the host's time
+    for work that delays no step: work while the device is busy, and work between two steps.
+    ``counted`` contains the number and the bytes of the step's collectives, if the device counts
+    them.
     """
 
     epoch: int

@@ -1,10 +1,11 @@
 """Changes the graphs of a serving group: one graph at a time, between two steps.
 
-There are two kinds of changes. A change to a new plan version captures the new graphs one by one,
-when no request is about to start. It then releases the graphs that the new plan does not contain. A
-lazy graph is captured when the traffic needs it. Steps replay only graphs that exist on every rank.
-A failed capture is undone on all ranks. A lazy graph may take the streams of an older graph. If the
-capture of such a lazy graph fails, the older graph is captured again.
+There are two kinds of changes. A plan change captures the new graphs of a new plan version one by
+one, when no request is about to start. Then the plan change releases the graphs that the new plan
+does not contain. A lazy change captures one graph when the traffic needs this graph; the graph is
+called a lazy graph. Steps replay only graphs that exist on every rank. A failed capture is undone
+on all ranks. A lazy graph may take the streams of an older graph. If the capture of such a lazy
+graph fails, the older graph is captured again.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 from dist_aclgraph.planning.rebucketing import Action, Release
 from dist_aclgraph.topology import WorldRank
 
-# Minimum number of steps between two captures. With this distance, no token waits for more than one
-# capture.
+# Minimum number of steps between two captures. With this distance, at most one capture delays each
+# token.
 STEPS_BETWEEN = 16
 MAX_FAILURES = 100  # maximum number of messages in ``failures``; each failed retry adds a message
 PATIENCE_STEPS = 200  # after this many steps, a change is due even if requests are about to start
@@ -33,7 +34,7 @@ PATIENCE_STEPS = 200  # after this many steps, a change is due even if requests 
 
 @dataclass
 class ChannelRanks:
-    """The ranks of a serving group; commands reach them over the group's step channel.
+    """The ranks of a serving group; commands reach the ranks over the group's step channel.
 
     Attributes:
         epoch: a function that returns the group's current epoch.
@@ -102,7 +103,7 @@ class GraphChanges:
         """Return whether the next step should wait for a change.
 
         Args:
-            is_idle: whether the group has no request. If it has none, a change delays no client.
+            is_idle: whether the group has no request. A change in an idle group delays no client.
             is_quiet: whether no request is about to start.
         """
         lazy = self.dispatcher.lazy

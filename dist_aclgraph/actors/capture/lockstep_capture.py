@@ -57,7 +57,7 @@ def capture_plan(
 
     Raises:
         CaptureError: no graph can be captured; the message names rank, graph and remedy.
-        WorkerError: a rank died, hung or disagreed.
+        WorkerError: a rank died or hung, or its operators differed from another rank's.
     """
     _adopt(transaction, plan, ledgers)
     record = CaptureRecord(plan)
@@ -86,8 +86,8 @@ def agree(
 
     Args:
         records: the capture record of each group.
-        capture_again: a function that lets one group, given by its index in ``records``, capture a
-            new plan instead of its old plan.
+        capture_again: a function that lets one group capture a new plan instead of its old plan.
+            Its first argument is the index of the group in ``records``.
     """
     left = list(records)
     while True:
@@ -102,10 +102,10 @@ def agree(
 def probe_graphs(
     transaction: GraphTransaction, graphs: Iterable[BatchDescriptor], offers: Sequence[StreamOffer]
 ) -> list[StreamOffer]:
-    """Capture and release each graph. Return the offers of all ranks, each with the costs that the
-    graphs had on this rank.
+    """Capture each graph, measure its cost on each rank, and release the graph. Return ``offers``
+    with each rank's costs added to the rank's offer.
 
-    If a graph is too large for any rank, no offer contains a cost for that graph.
+    If the capture of a graph fails, no offer contains a cost for that graph.
     """
     probed = list(offers)
     for graph in graphs:

@@ -104,12 +104,12 @@ class EngineClient:
         self._node_id = node_id
         self._link_s = link_s
         self._groups_version = 0
-        # If groups are equally good, each replica of the ingress starts with a random group.
+        # Among groups that the router finds equally good, each client begins with a random one.
         router = RequestRouter(first=secrets.randbelow(len(addresses)))
         self._table = RequestTable(router, recovery, lambda *command: self._commands.put(command))
         for index, address in enumerate(addresses):
             self._add(str(index), address, CACHE_BLOCKS, TOKENS_PER_BLOCK)
-        # Groups that run requests. Only the I/O thread changes this value, so a reader needs no
+        # Number of groups that run requests. Only the I/O thread changes it, so readers need no
         # lock.
         self.num_groups = len(addresses)
         self._beat_s = beat_s(link_s)
@@ -146,9 +146,9 @@ class EngineClient:
             on_delta: a function that the I/O thread calls with each delta, in order.
             seed: the seed for sampling if ``params`` has no seed.
             cache_salt: only requests with the same salt share cached blocks.
-            output: tokens that the request already has, int32; the engine continues after them.
-            role: see ``TransferRole``.
-            peer: see ``OpenRequest``.
+            output: int32, the request's existing tokens; the engine continues after these tokens.
+            role: the role that an external router has chosen (``TransferRole``).
+            peer: the group of another service that has computed the prompt; None if there is none.
             wakes: whether to wake the I/O thread; if False, the caller must call ``wake`` later.
 
         Raises:
@@ -213,7 +213,7 @@ class EngineClient:
         self.raise_if_dead()
         asked: list[OpenQuery] = []
         for engine in self._known():
-            # The query is opened before the check, so that a loss after the check ends the query.
+            # Opened before the check, so that the loss of an engine after the check ends the query.
             opened = self._queries.open(engine, what)
             with self._lock:
                 is_gone = engine.dead_because or engine.url not in self._table.engines
@@ -251,7 +251,7 @@ class EngineClient:
 
     @property
     def num_held(self) -> int:
-        """The number of requests that wait for a group, or for their turn on an engine."""
+        """Number of requests that wait for a group, or to run again after an engine's death."""
         with self._lock:
             return self._table.num_held
 
@@ -413,7 +413,7 @@ class EngineClient:
     def _follow(self, token: str, node_id: str) -> None:
         """If the token is new, switch to the deployment of this token.
 
-        Another deployment counts list versions from the start, so the last version is forgotten.
+        List versions of two deployments are unrelated, so the last version is forgotten.
         """
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")

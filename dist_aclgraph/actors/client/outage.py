@@ -28,8 +28,8 @@ class Outlook:
     """The controller's answer about its deployment.
 
     Attributes:
-        failure: the reason why no group will ever accept requests again; "" while a group may still
-            accept requests later.
+        failure: why the deployment's service has ended for good; "" if a group may accept requests
+            later.
         progress: progress of the next group's start, e.g. ``LOADING 3 of 9``.
         token: connection token of the deployment; "" if the token is unchanged.
         node_id: the id of the client's node in this deployment's Ray; "" if the id is unchanged.
@@ -60,7 +60,9 @@ class Recovery:
 
     @classmethod
     def from_config(cls, config: Config, ask: AskOutlook) -> Recovery | None:
-        """Return None if lost groups are not replaced."""
+        """Return the ``Recovery`` of a configuration; None if the configuration does not replace
+        lost groups.
+        """
         recovery = config.recovery
         return cls(ask, recovery.wait_s) if recovery.restarts_per_hour else None
 
@@ -121,8 +123,8 @@ class Outage:
         return self._past_s + (0.0 if self._began_s is None else now_s - self._began_s)
 
     def hold(self, request: OpenRequest, now_s: float) -> bool:
-        """Let a request wait for a group. Return False, without waiting, if no group will accept
-        requests again.
+        """Add a request to the waiting requests. If no group will accept requests again, add
+        nothing and return False.
         """
         if not self.may_end:
             return False

@@ -1,8 +1,8 @@
 """RequestTable: decides which engine runs each open request of a client.
 
 If an engine dies, the table gives the engine's requests to other engines. A request continues after
-the tokens that it already has (``token_log.py``). Requests of a dead engine run in turns, because
-one of these requests might be the cause of the death (``trials.py``). If no engine accepts
+the tokens that it already has (``token_log.py``). Requests of a dead engine do not all run at once,
+because one of these requests might be the cause of the death (``trials.py``). If no engine accepts
 requests, requests wait (``outage.py``).
 """
 
@@ -80,7 +80,9 @@ class RequestTable:
 
     @property
     def num_held(self) -> int:
-        """The number of requests that wait for a group, or for their turn on an engine."""
+        """The number of requests that wait for a group, or wait to run again after the death of an
+        engine (see ``trials.py``).
+        """
         return len(self.outage) + len(self._trials)
 
     # ---- engines
@@ -109,7 +111,8 @@ class RequestTable:
     def taking(self) -> list[str]:
         """Return the URLs of the engines to which requests can be sent.
 
-        An engine that has not answered yet is used only if no engine has answered.
+        The result contains the engines that have answered the client. If there is no such engine,
+        the result contains the engines that have not answered yet.
         """
         serving = [engine for engine in self.engines.values() if engine.state == "serving"]
         return [e.url for e in serving if e.link.is_welcome] or [e.url for e in serving]
@@ -126,8 +129,8 @@ class RequestTable:
     # ---- requests
 
     def place(self, request: OpenRequest, now_s: float) -> bool:
-        """Send a request to an engine, or let the request wait. Return False if neither is
-        possible.
+        """Send a request to an engine. If no engine accepts requests, let the request wait. Return
+        False if the request cannot wait.
         """
         if request.is_suspect and self.taking():
             self._trials.wait(request, self.outage.deadline_s(now_s))
@@ -151,7 +154,7 @@ class RequestTable:
 
         Returns:
             The deltas with their callbacks, and a text that says why the engine has ended. The text
-            is "" if the engine has not ended. If it has ended, its unfinished requests are still
+            is "" if the engine has not ended. The unfinished requests of an ended engine are still
             open.
         """
         told: list[tuple[OnDelta, RequestDelta]] = []
@@ -181,7 +184,7 @@ class RequestTable:
 
     def continue_elsewhere(self, now_s: float) -> list[OpenRequest]:
         """Let other engines continue the requests whose prompts a prefill group has computed.
-        Return the requests that no engine can run, and that must end.
+        Return the requests that must end because no engine can run them.
         """
         requests, self._handed_over = self._handed_over, []
         return [request for request in requests if not self.place(request, now_s)]
@@ -289,7 +292,7 @@ class RequestTable:
         self, request: OpenRequest, engine: KnownEngine, now_s: float, *, is_proof: bool
     ) -> bool:
         """Continue a request of a lost engine on another engine, or let the request wait. Return
-        False if neither is possible.
+        False if the request must end.
         """
         if request.is_probe:
             return False
@@ -301,7 +304,9 @@ class RequestTable:
         return not request.is_cause and self.place(request, now_s)
 
     def _begin_turn(self) -> None:
-        """Start the next turn of requests that lost their engine."""
+        """Let the next requests of dead engines run again, if the previous ones have made progress
+        or have ended (see ``trials.py``).
+        """
         if self._trials.is_turn:
             return
         taking = [self.engines[url] for url in self.taking()]

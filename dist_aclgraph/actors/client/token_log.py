@@ -39,16 +39,16 @@ class OpenRequest:
             request's last progress (``has_run``).
         num_deltas: how many times the request's present engine has sent tokens of this request.
         first_death_s: time of the first death that ``num_deaths`` counts.
-        is_cause: whether the request counts as the cause of the deaths. If so, the client does not
-            resume the request.
+        is_cause: whether the request counts as the cause of its engines' deaths. If so, the client
+            does not resume the request.
         is_resumed: whether the request has lost an engine, or the link to an engine.
         hands_over: whether the present engine computes the prompt and the first token, and another
             engine then generates the other tokens.
         source: name of the group that has computed the prompt for another group; "" if the prompt
             was not handed over.
         role: the role that an external router has chosen; see ``TransferRole``. A "prefill" request
-            has one output token. If its engine is lost after this token, another engine generates a
-            second token, which is not needed.
+            needs one output token. If the request loses its engine after this token, another engine
+            generates a second token, which nobody needs.
         peer: the group of another service that has computed the prompt; None if there is none.
         is_probe: whether the client made this request to test an engine; a probe is not resumed.
     """
@@ -99,7 +99,7 @@ class OpenRequest:
 
     @property
     def may_hand_over(self) -> bool:
-        """Whether one group may compute the prompt while another group generates the output.
+        """Whether one group may compute the prompt, and another group may then generate the output.
 
         Three kinds of requests stay in one group: requests for log-probabilities of the prompt,
         requests for embeddings, and requests that have a ``role``.
@@ -119,10 +119,11 @@ class OpenRequest:
 
         Args:
             now_s: the present time on a monotonic clock.
-            is_proof: whether this death proves that the request is the cause, if the request was
-                already a suspect. The death is a proof if three things hold: the engine had started
-                after ``first_death_s``, it had already run another request, and it ran no other
-                suspect when it died.
+            is_proof: whether this death proves that the request causes its engines' deaths, if the
+                request ``is_suspect``. A death is a proof if three conditions are true: the engine
+                had started after ``first_death_s``; the engine had already run another request;
+                when the engine died, it ran no other request that may have caused an engine's
+                death.
         """
         self.is_cause = is_proof and self.is_suspect
         if not self.is_suspect:
@@ -153,7 +154,7 @@ class OpenRequest:
         return cls(request_id, prompt, sampling, 1, (), "", lambda delta: None, is_probe=True)
 
     def submit(self, number: int) -> Submit:
-        """Return the message that requests the missing tokens from an engine."""
+        """Return the message that asks an engine for the tokens that the request still needs."""
         sampling = self.sampling
         # If the request has output tokens, it already has the log-probabilities of the prompt, too.
         if self.num_output_tokens and sampling.prompt_logprobs >= 0:

@@ -1,12 +1,14 @@
-"""Trials: requests that lost their engine run in turns, until each of them has made progress.
+"""Trials: requests that lost their engine run again in one turn after another, until each of these
+requests has made progress.
 
 A request might be the cause of its engine's death. Such a request would end every engine that runs
-it. The client does not know which request of an engine was the cause, so the client tries the
-requests in turns. A request that lost two engines without progress runs alone. Several engines may
-have died together for another reason. So the request runs only on an engine that started after the
-loss of the request's first engine. If this engine dies while the request runs alone, the request is
-the cause. An engine might also be broken, so that every request on it fails. To find such an
-engine, the first turn on each engine runs a probe, which is a request that the client makes itself.
+it. The client does not know which request caused an engine's death, so the client tries the
+requests in one turn after another. A request that lost two engines without progress runs alone. But
+its engines may have died together for another reason. So the lone request runs only on an engine
+that started after the loss of the request's first engine. If this engine also dies, the request
+counts as the cause of the engines' deaths. An engine might also be broken, so that every request on
+this engine fails. To find such an engine, the first turn on each engine runs a probe, which is a
+request that the client makes itself.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ MAX_TURNS = 64
 
 
 class Trials:
-    """Owns the requests that wait for their turn. The client's lock guards this object."""
+    """Owns the requests that lost their engines and wait to run again, in one turn after another.
+    The client's lock guards this object.
+    """
 
     def __init__(self) -> None:
         # The keys are request ids. The values are the request, and the time at which its wait ends.
@@ -36,14 +40,14 @@ class Trials:
 
     @property
     def is_turn(self) -> bool:
-        """Whether a turn is running. A turn runs until each of its requests has made progress or
-        has ended.
+        """Whether a turn, in which requests of dead engines run again, is running. A turn runs
+        until each of its requests has made progress or has ended.
         """
         return bool(self._running)
 
     @property
     def has_suspects(self) -> bool:
-        """Whether a request that might be the cause of a death waits for its turn."""
+        """Whether a request that might have caused its engine's death is waiting for its turn."""
         return any(request.is_suspect for request, _ in self._waiting.values())
 
     @property
@@ -54,7 +58,7 @@ class Trials:
         return next(iter(self._running)) if len(self._running) == 1 else None
 
     def wait(self, request: OpenRequest, until_s: float) -> None:
-        """Add a request, which waits for its turn."""
+        """Add a request that lost its engine. The request waits for its turn to run again."""
         self._waiting[request.request_id] = request, until_s
 
     def begin_probes(self, request_ids: Collection[str]) -> None:
@@ -62,7 +66,8 @@ class Trials:
         self._running.update(request_ids)
 
     def begin_turn(self, has_engine: Callable[[OpenRequest], bool]) -> list[OpenRequest]:
-        """Remove and return the requests of the next turn. While a turn runs, return an empty list.
+        """Remove and return the requests that run again in the next turn. While a turn runs, return
+        an empty list.
 
         The first turns contain requests that lost one engine. Each of the next turns contains a
         single request that lost several engines. The last turn contains all requests that lost no
@@ -90,7 +95,7 @@ class Trials:
         self._running.discard(request_id)
 
     def take_waiting(self, now_s: float | None = None) -> list[OpenRequest]:
-        """Remove and return the requests that wait for their turn.
+        """Remove and return the requests that wait for their turn to run again.
 
         Args:
             now_s: the present time. A request is returned if its wait ends at this time or earlier.

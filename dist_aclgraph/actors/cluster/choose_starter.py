@@ -1,6 +1,4 @@
-"""Chooses whether Ray or a fork server starts processes. No other module needs to know which of the
-two starts them.
-"""
+"""Chooses whether Ray or a fork server starts processes. No other module depends on this choice."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class ConnectedRay:
 
     Args:
         silent_s: if Ray's control store is silent for this number of seconds, Ray counts as dead.
-            With ``math.inf``, Ray never counts as dead because of silence.
+            ``math.inf`` allows any silence.
         daemons: maps the process id of each of Ray's daemons on this machine to the daemon's name.
         clock: monotonic, in seconds.
 
@@ -156,9 +156,9 @@ class LocalRay(ConnectedRay):
         self._starter = starter
         raylets = [pid for pid, name in daemons.items() if name == RAYLET]
         self._raylets = raylets
-        # The agents of a raylet run for up to a minute after the raylet's end. Then nothing shows
-        # to which raylet they belong. So handles of the agents are opened now, while the raylet
-        # runs.
+        # The agents of a raylet run for up to a minute after the raylet's end. After the raylet's
+        # end, nothing shows to which raylet an agent belonged. So handles of the agents are opened
+        # now, while the raylet runs.
         agents = set().union(*map(processes.children, raylets))
         self._handles = processes.open_handles(agents | set(daemons))
 
@@ -198,8 +198,8 @@ def start_ray(
 ) -> ConnectedRay:
     """Join the Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, start Ray on this machine.
 
-    If NPUs are emulated, a local Ray declares as many NPUs as a real node usually has. If the
-    configuration needs more NPUs, Ray declares the needed number.
+    If NPUs are emulated, a local Ray declares the usual number of NPUs of a real node, or the
+    number that the configuration needs if this number is larger.
 
     Args:
         starter: starts the processes of a local Ray. The returned object owns the starter.
@@ -267,7 +267,7 @@ def joined(
 
 
 def _raylet_of_this_node() -> int | None:
-    """Return the id of this node's raylet; None if the raylet is in another PID namespace."""
+    """Return this node's raylet's process id; None if the raylet is in another PID namespace."""
     node = ray_worker.global_worker.node
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(node.raylet_socket_name)
@@ -326,7 +326,8 @@ def start_daemons(**options: Any) -> set[int]:
 
 
 def join_ray(local_address: str | None) -> None:
-    """Join the Ray cluster that RAY_ADDRESS names, or the cluster that a service started here.
+    """Join the Ray cluster that RAY_ADDRESS names, or the cluster that a service has started on
+    this machine.
 
     Args:
         local_address: address of the service's Ray. If given, RAY_ADDRESS is ignored.
@@ -338,8 +339,7 @@ def join_ray(local_address: str | None) -> None:
     prepare_ray_environment(is_local=is_local)
     address = local_address or ray_address() or _only_ray()
     if is_local:
-        # Join in the same way as the service that started this Ray: on loopback, with this user's
-        # token.
+        # The Ray of a service listens on loopback, and requires this user's token.
         if ray_constants.ENABLE_RAY_CLUSTER:
             importlib.reload(ray_constants)
         # set now, because ``_init`` sets this log level only after Ray's first messages
@@ -353,7 +353,9 @@ def join_ray(local_address: str | None) -> None:
 
 @contextmanager
 def joined_ray(local_address: str | None) -> Iterator[None]:
-    """Join a Ray cluster within this context, unless already joined; see ``join_ray``."""
+    """Join a Ray cluster, and leave it at the end of the context; see ``join_ray``. Do nothing if
+    this process is already connected to a cluster.
+    """
     owns_connection = not ray.is_initialized()
     if owns_connection:
         join_ray(local_address)
@@ -428,10 +430,11 @@ def own_process_group() -> Iterator[None]:
     """Start child processes in another process group, then return to this process's own group.
 
     ``timeout``, a shell or a supervisor sends signals to whole groups. Without this function, such
-    a signal would end Ray's daemons before the driver has stopped gracefully. If this process is
-    the leader of its group, it cannot leave the group, so the child processes start in this group.
-    If this process was the only member of its group, the old group ends, so this process cannot
-    return, and stays in the new group.
+    a signal would end Ray's daemons before the driver has stopped gracefully.
+
+    The leader of a group cannot leave the group. If this process is the leader, its child processes
+    start in the old group. A group ends with its last member. If this process was the last member
+    of the old group, this process cannot return, and stays in the new group.
     """
     group = os.getpgrp()
     if group == os.getpid():

@@ -29,8 +29,8 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class OpenPorts:
-    """The ports at which a probe was asked to listen: free ports, at which it listens now, and
-    ports that were in use.
+    """The result of a request to listen at ports: the ports at which the probe listens now, and the
+    ports that other processes use.
     """
 
     listening: tuple[int, ...]
@@ -44,8 +44,8 @@ class NodeProbe:
         self._sockets: list[socket.socket] = []
 
     def answer(self, question: Callable[[], Any]) -> Any:
-        """Return the result of ``question``, a function of this package. The package's version on
-        this node is used.
+        """Return the result of ``question``, a function of this package. This node's version of the
+        package computes the result.
         """
         return question()
 
@@ -145,7 +145,9 @@ class NodeProbes:
 
 @contextmanager
 def probe_nodes(timeout_s: float) -> Iterator[NodeProbes]:
-    """Run probes on all nodes of the Ray cluster within this context; see ``NodeProbes``."""
+    """Start probes on all nodes of the Ray cluster, and end the probes at the end of the context;
+    see ``NodeProbes``.
+    """
     probes = NodeProbes(timeout_s)
     try:
         yield probes

@@ -1,9 +1,9 @@
 """Reserves NPUs. Each lockstep group has one of Ray's placement groups, which consists of bundles.
 
-Ray never splits a bundle over several nodes. So each tensor parallel group is one bundle, and stays
-on one node, unless ``parallel.tp_across_nodes`` allows several nodes. The functions that do not
-call Ray decide what to request, and how the ranks are numbered after placement. The other functions
-call Ray, and wait for a limited time.
+Ray never splits a bundle over several nodes. So each tensor parallel group is one bundle on one
+node. If ``parallel.tp_across_nodes`` is set, each rank may be a bundle, and the group may span
+several nodes. The functions that do not call Ray decide what to request, and how the ranks are
+numbered after placement. The other functions call Ray, and wait for a limited time.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Node:
     """A living node of the Ray cluster.
 
     Attributes:
-        npus: number of NPUs that the node declares. In the result of ``free_nodes``: number of its
-            unused NPUs.
+        npus: number of NPUs that the node declares. In the result of ``free_nodes``: number of the
+            node's unused NPUs.
     """
 
     node_id: str
@@ -110,8 +110,8 @@ def plan_bundles(
         labels: labels that a node must have.
         tp_across_nodes: whether a tensor parallel group may span several nodes if no node is large
             enough for the group.
-        may_be_undeclared: whether groups may be placed on any node if no node declares NPUs, as
-            with emulated NPUs.
+        may_be_undeclared: whether a group may be placed on any node if no node declares NPUs. This
+            is allowed for emulated NPUs.
 
     Raises:
         PlacementError: the cluster has too few NPUs, or its nodes have too few NPUs each.
@@ -143,8 +143,8 @@ def plan_bundles(
     ]
     if tp_across_nodes:
         ways.append(BundleRequest({"NPU": 1}, size, 1, "PACK", labels))
-    # First try the size of bundles that is chosen for the whole deployment. A lost group was placed
-    # in bundles of this size, and the group that replaces it can use the same size.
+    # First try the bundles that suit the whole deployment. A lost group had such bundles, so a
+    # group with the same bundles fits on the same nodes.
     for count in (max(num_groups, len(layout.lockstep_groups)), num_groups):
         for request in ways:
             if has_places(request, fitting, count):
@@ -158,8 +158,8 @@ def plan_bundles(
 
 
 def has_places(request: BundleRequest, nodes: Sequence[Node], num_groups: int) -> bool:
-    """Return whether the groups fit on these nodes. The answer is True only if the groups fit in
-    every order in which Ray may fill the nodes.
+    """Return whether the groups fit on these nodes. Ray may fill the nodes in any order. So the
+    answer is True only if the groups fit whatever order Ray uses.
     """
     if "NPU" not in request.rank:
         return True  # no node declares emulated NPUs, so any node can be used
@@ -218,7 +218,7 @@ def free_nodes() -> list[Node]:
 def may_have_others(address: str) -> bool:
     """Return whether a cluster with a node at ``address`` can have other nodes, now or later.
 
-    A Ray on loopback is for one machine only, unless it simulates several nodes.
+    A Ray on loopback has other nodes only if it simulates them.
     """
     return not ip_address(address).is_loopback or len(cluster_nodes()) > 1
 
@@ -228,8 +228,8 @@ def has_room(request: BundleRequest, num_groups: int, wait_s: float = ROOM_S) ->
     NPUs.
 
     Args:
-        wait_s: how long to wait for free NPUs, in seconds. Ray counts NPUs as free some time after
-            they were freed.
+        wait_s: how long to wait for free NPUs, in seconds. Freed NPUs enter Ray's count only after
+            some time.
     """
     deadline_s = time.monotonic() + wait_s
     while not (fits := has_places(request, free_nodes(), num_groups)):
@@ -306,7 +306,7 @@ def release(group: PlacementGroup) -> None:
 
 
 def release_all(prefix: str) -> None:
-    """Free the bundles of a deployment whose controller died and could not free them.
+    """Free the bundles of a deployment whose controller died and could not free the bundles.
 
     Without this call, Ray keeps the bundles until the controller's job ends.
     """
@@ -319,7 +319,7 @@ def release_dead() -> None:
     """Free the bundles of deployments whose controller and driver have both ended.
 
     A killed replica of Ray Serve cannot call ``release_all``. Ray does not free the replica's
-    bundles either, because the job of Ray Serve never ends.
+    bundles, because the job of Ray Serve never ends.
     """
     for entry in placement_group_table().values():
         found = OF_A_CONTROLLER.match(entry["name"])

@@ -108,7 +108,7 @@ def death_of(error: BaseException) -> str:
 def ray_logs() -> str:
     """Return the folder of Ray's logs. This folder usually has the same path on all nodes.
 
-    In a process that is not connected to Ray, this is the folder of the newest Ray of this machine.
+    A process that is not connected to Ray gets the folder of the newest Ray on this machine.
     """
     node = ray_worker._global_node
     newest = f"{get_default_ray_temp_dir()}/session_latest"

@@ -31,7 +31,7 @@ class Spares:
 
         Args:
             request: the resources that one group requests.
-            num_groups: number of groups that the deployment starts first.
+            num_groups: number of groups at the start of the deployment.
 
         Raises:
             PlacementError: the cluster has not enough NPUs.
@@ -49,7 +49,9 @@ class Spares:
             self._held.append(placement.reserve(request, timeout_s, self._name))
 
     def give(self) -> bool:
-        """Release the NPUs of one spare for the next group; return False if there is no spare."""
+        """Release the NPUs of one reserved placement group, so that the next group can use them.
+        Return False if none is reserved.
+        """
         for group in self._held:
             if placement.is_placed(group):
                 self._held.remove(group)
@@ -58,7 +60,7 @@ class Spares:
         return False
 
     def refill(self, request: BundleRequest) -> None:
-        """Request a new spare for each spare that was released."""
+        """Request a new placement group for each reserved one that was released."""
         while len(self._held) < self._count:
             self._held.append(placement.ask_for(request, self._name))
 

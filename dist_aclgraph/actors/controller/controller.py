@@ -1,4 +1,4 @@
-"""The controller actor: starts a deployment from its configuration, and ends it.
+"""The controller actor: starts a deployment from its configuration, and ends the deployment.
 
 A deployment's states are PLACING, JOINING, LOADING, NEGOTIATING, CAPTURING, SERVING, DRAINING,
 STOPPED (``state.py``). A failure before SERVING stops the whole deployment gracefully
@@ -114,7 +114,7 @@ class Controller:
         return os.getpid()
 
     def failure(self) -> str:
-        """Return why no group will ever serve again; "" while a group serves or may serve later."""
+        """Return why service has ended for good; "" if a group serves or may serve later."""
         return self._failure if self._upkeep is None else self._upkeep.failure
 
     def handover(self) -> Handover:

@@ -1,4 +1,4 @@
-"""The calls to a group's engine and workers that open, drain and stop the group."""
+"""Opens, drains and stops a group, with calls to its engine and workers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
     planner = group.planner
     timeout_s = planner.config.timeouts.join_s
     leader = group.workers.infos[0]
-    # HIXL is needed only to fetch KV from other nodes, so HIXL does not listen if there are no
-    # other nodes.
+    # HIXL is needed only to transfer files of KV blocks between nodes, so HIXL does not listen if
+    # there are no other nodes.
     uses_hixl = planner.config.fetches_by_hixl and placement.may_have_others(leader.node_ip)
     files = GroupFiles.of(
         planner.config, planner.facts, group.workers.node_ids, only_workers=uses_hixl
@@ -104,8 +104,8 @@ def _files_host(config: Config, node_ip: str) -> str | None:
 
 
 def _open_node_files(group: LockstepGroup, files: GroupFiles, token: str) -> tuple[NodeServer, ...]:
-    """On each node, let workers manage the node's files of KV blocks. The engine manages the files
-    on its own node; if ``GroupFiles.only_workers`` is set, workers manage these files, too.
+    """Let workers manage the files of KV blocks of each node except the engine's node. If
+    ``GroupFiles.only_workers`` is set, let workers manage the files of the engine's node, too.
 
     Returns:
         The servers that these workers run, in the order of ``files.nodes``. Other groups fetch
@@ -181,8 +181,8 @@ def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
     """End the loops of engines and workers. Then let one process on each node delete the copies of
-    KV in the node's memory, if no other group uses them. Finally, kill the processes that still
-    run.
+    KV in the node's memory, if no other group uses these copies. Finally, kill the processes that
+    still run.
     """
     stopping = {group.engine.stop.remote(): group for group in groups if group.engine is not None}
     loops = [ref for group in stopping.values() for ref in group.loops]

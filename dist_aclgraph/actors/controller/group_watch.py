@@ -125,7 +125,7 @@ class GroupWatch:
 
     @property
     def trouble(self) -> str:
-        """Return why this watch cannot notice the death of a group; "" while the watch works."""
+        """Return why this object cannot notice the death of a group; "" while its thread works."""
         if self._stopping.is_set() or self._thread.is_alive():
             return ""
         return "the watch over the workers has ended; restart the deployment"
@@ -190,8 +190,8 @@ class GroupWatch:
                 self._lose(group, f"rank {rank} in SERVING: {reason}", rank)
             else:
                 self._lose(group, f"the engine in SERVING: {reason}")
-                # The engine hangs, so it cannot tell its clients the reason. It is killed, so that
-                # it does not continue later.
+                # The engine hangs, so it cannot tell its clients the reason. The engine is killed,
+                # so that it cannot continue later.
                 ray.kill(group.engine)
 
     def _lose(self, group: LockstepGroup, reason: str, rank: WorldRank | None = None) -> None:

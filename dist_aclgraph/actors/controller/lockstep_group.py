@@ -51,8 +51,8 @@ class LockstepGroup:
     number: int = 0  # clients use this number as the group's name; each group has its own number
     opened_at: Address | None = None  # address at which clients reach the group's engine
     blocks_at: BlockSource | None = None  # address at which other groups fetch the KV of prompts
-    # The workers that manage the files of KV blocks on nodes whose files the engine does not
-    # manage.
+    # The workers that manage files of KV blocks; the engine manages only its own node's files, or
+    # none.
     file_ranks: list[GroupRank] = field(default_factory=list)
     state: GroupState = GroupState.STARTING
     opened_s: float = 0.0  # time when the group started to serve

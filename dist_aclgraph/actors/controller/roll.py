@@ -30,7 +30,8 @@ def check_roll(old: Config, new: Config) -> None:
     """Check that groups with another configuration can replace groups of a running service.
 
     Raises:
-        ConfigError: a changed key, or a new version of this package, needs a new service.
+        ConfigError: a running service cannot change one of the changed keys, or the version of this
+            package.
     """
     for key in OF_THE_INGRESS:
         if getattr(old, key) != getattr(new, key):

@@ -253,7 +253,7 @@ class ServingGroups:
         return True
 
     def roll(self, config: Config) -> None:
-        """Replace all groups by groups with another configuration, one after the other.
+        """Replace one group after the other by a group with another configuration.
 
         If there are free NPUs for the new group, the new group starts before the old group is
         drained. Otherwise the new group starts after the old group has drained. If a previous roll
@@ -261,8 +261,8 @@ class ServingGroups:
         the old configuration.
 
         Raises:
-            ConfigError: a changed key needs a new service; or the new groups cannot run requests of
-                the context length that was promised to clients.
+            ConfigError: a running service cannot change one of the changed keys; or the new groups
+                cannot run requests of the context length that was promised to clients.
             PlacementError: there is only one group, and there are no NPUs for a second group.
             EngineUnavailableError: another change is running.
             RollError: the roll ended early; the message says which group runs which configuration.
@@ -369,8 +369,8 @@ class ServingGroups:
         """Free the NPUs of lost groups whose workers cannot join a new group.
 
         Args:
-            are_replaced: whether lost groups will be replaced. If not, there will be no new group
-                that surviving workers could join.
+            are_replaced: whether lost groups will be replaced. If False, the NPUs of all lost
+                groups are freed.
         """
         for group in self.lost:
             if not (are_replaced and self._may_rejoin(group)):
@@ -383,8 +383,8 @@ class ServingGroups:
         return group.planner is self._planner and group.way_back() == "REJOIN"
 
     def _make_room(self) -> None:
-        """Get NPUs for the group that replaces a lost group: release a spare, or check that NPUs
-        are free.
+        """Get NPUs for the group that replaces a lost group: release reserved NPUs (a spare), or
+        check that NPUs are free.
 
         The check can be wrong: Ray notices the death of a node late, and counts the node's NPUs as
         free until then. So Ray may place the group on a dead node.
@@ -463,7 +463,7 @@ class ServingGroups:
         return self._version
 
     def set_restarts(self, ages_s: Sequence[float]) -> None:
-        """Tell all engines, for each restart in the last hour, how many seconds ago it was."""
+        """Send all engines the age of each restart in the last hour, in seconds."""
         for group in self.groups:
             group.engine.set_restarts.remote(ages_s)
 
@@ -477,8 +477,8 @@ def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
 def surplus(groups: Sequence[LockstepGroup], count: int) -> list[LockstepGroup]:
     """Return the groups that must be drained so that ``count`` groups remain.
 
-    Other groups are drained before prefill groups. But at least one group that is no prefill group
-    remains. Among groups of the same kind, the newest group is drained first.
+    First, the groups that generate output are drained, but at least one of them remains. Then
+    prefill groups are drained. Of the groups of each kind, the newest group is drained first.
 
     Args:
         groups: the groups that accept requests, the oldest first.

@@ -1,4 +1,5 @@
-"""The phases from configuration to captured graphs, for all groups of a start in parallel.
+"""Runs the phases of a start, from the configuration to captured graphs. All groups of the start
+run the phases in parallel.
 
 Lockstep groups wait for each other only when they agree on a common plan. Each phase has a
 deadline. An error names the rank and the phase.
@@ -59,7 +60,9 @@ OnGraph = Callable[[int, int, str], None]
 
 
 class Startup:
-    """Runs the phases. Appends each started group to ``groups``, which the controller owns."""
+    """Runs the phases of a start. Appends each started group to ``groups``, which the controller
+    owns.
+    """
 
     def __init__(
         self,
@@ -105,8 +108,7 @@ class Startup:
         lost ranks.
 
         Args:
-            left: the workers of the lost group. The workers whose ranks are not in ``lost`` have
-                left that group.
+            left: the workers of the lost group. All surviving workers have left that group.
 
         Raises:
             DistAclGraphError: the first error.
@@ -140,7 +142,7 @@ class Startup:
 
     @property
     def scopes(self) -> list[list[LockstepGroup]]:
-        """The groups of each scope. All groups of a scope share one plan."""
+        """The groups, divided into scopes. All groups of a scope share one graph plan."""
         if self._config.graph.scope == "group":
             return [[group] for group in self._groups]
         return [self._groups]
@@ -150,8 +152,8 @@ class Startup:
         self._enter(phase)
 
     def _go_on_to_capture(self) -> None:
-        """Enter CAPTURING, unless an earlier call has done so. The first scope that has a plan
-        calls this; other scopes may still negotiate.
+        """Enter CAPTURING; later calls have no effect. Groups that share a plan (a scope) call this
+        when they have their plan, while other groups may still negotiate.
         """
         with self._moving:
             if self._phase is State.NEGOTIATING:
@@ -191,7 +193,7 @@ class Startup:
                 raise found
 
     def _find_out(self) -> None:
-        """Start the engines, and ask the workers where they run."""
+        """Start the engines, and ask each worker for its node."""
         for group in self._groups:
             assert group.workers.bundles is not None
             group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
@@ -296,8 +298,8 @@ class Startup:
             for_each_rank(num_blocks, self._planner.max_model_len, largest),
         )
         # To prepare a graph, a rank runs an eager step, which creates the HCCL domains and the side
-        # streams. A rank's offer must include these streams, so all graphs are prepared before
-        # ranks make offers.
+        # streams. A rank must not offer these streams, so all graphs are prepared before ranks make
+        # offers.
         for graph in largest:
             answers = group.workers.carry_out("prepare", timeout_s, graph)
             for rank, answer in zip(group.workers.ranks, answers, strict=True):
@@ -305,8 +307,8 @@ class Startup:
                     raise WorkerError(answer.message, rank, "NEGOTIATING")
 
     def _ask_offers(self, group: LockstepGroup) -> None:
-        """Collect the offers of all ranks. The calibrated budget model also needs measured costs,
-        which come from probe graphs.
+        """Collect the resources that all ranks offer for graphs. The calibrated budget model also
+        needs measured costs, which come from probe graphs.
         """
         timeout_s = self._config.timeouts.negotiate_s
         group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)
@@ -419,6 +421,6 @@ def _wait_for_engine(engine: Any, timeout_s: float) -> None:
 
 def _places(workers: WorkerGroup, rendezvous: str) -> Callable[[int], tuple[Any, ...]]:
     """Return a function that maps a worker's index to the arguments of its ``Worker.join``: its
-    world rank, its index, and the meeting point.
+    world rank, its index, and the rendezvous.
     """
     return lambda index: (workers.ranks[index], index, rendezvous)

@@ -13,7 +13,8 @@ class State(Enum):
     PLACING: Ray looks for NPUs and starts one worker actor for each NPU.
     JOINING: workers open their devices and form the HCCL groups.
     LOADING: each worker reads its slice of the weights.
-    NEGOTIATING: one plan is computed from the offers; every rank confirms the plan's hash.
+    NEGOTIATING: one graph plan is computed from the resources that the ranks offer; every rank
+        confirms the plan's hash.
     CAPTURING: all ranks capture the buckets in lockstep, the largest bucket first.
     SERVING: steps run.
     RECOVERING: all groups are lost. New groups are started instead, and requests wait for them.

@@ -77,8 +77,8 @@ def _has_failed(group: LockstepGroup, rank: GroupRank, done: Any) -> bool:
 
 
 def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -> list[GroupRank]:
-    """Let these workers leave their group. Return the ranks of the workers that did not leave in
-    time.
+    """Let the workers of ``ranks`` leave their group. Return the ranks of the workers that did not
+    leave in time.
 
     First, each worker is told to end its step loop, because the loop does not end by itself if the
     engine hangs, or if the engine's node has died.
@@ -93,9 +93,9 @@ def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -
 
 
 def _end(group: LockstepGroup, ranks: Sequence[GroupRank]) -> bool:
-    """Kill workers. Return whether the processes of all these workers have ended.
+    """Kill the workers of ``ranks``. Return whether the processes of all these workers have ended.
 
-    Ray counts an actor as dead as soon as it is asked to kill the actor, although the process may
+    Ray counts an actor as dead as soon as Ray is asked to kill the actor, although the process may
     still run. Ray also notices the death of a node late. So Ray's answers do not show whether a
     process has ended. Instead, a survivor on the same node kills the process, and waits for the end
     of the process.

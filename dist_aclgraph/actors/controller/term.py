@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from dist_aclgraph.config import Config
 
 # A controller begins to number its groups at a multiple of GROUPS_OF_A_TERM, and the versions of
-# its group list at a multiple of VERSIONS_OF_A_TERM. It creates fewer groups and versions than
-# there are numbers before the next multiple, so no two controllers use the same number.
+# its group list at a multiple of VERSIONS_OF_A_TERM. A controller creates fewer than
+# GROUPS_OF_A_TERM groups and VERSIONS_OF_A_TERM versions, so no two controllers use the same
+# number.
 GROUPS_OF_A_TERM, VERSIONS_OF_A_TERM = 1_000, 1 << 32
 
 
@@ -41,8 +42,8 @@ class Term:
 
     @property
     def first_version(self) -> int:
-        """The version of this controller's first group list. It is higher than all versions of
-        previous controllers, because clients ignore lower versions.
+        """The version of this controller's first group list. This version is higher than all
+        versions of previous controllers, because clients ignore lower versions.
         """
         return self.number * VERSIONS_OF_A_TERM
 

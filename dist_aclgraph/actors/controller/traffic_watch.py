@@ -18,15 +18,13 @@ from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.rebucketing import Release, reunite
 from dist_aclgraph.planning.traffic import TrafficHistory
 
-# Seconds that a watch waits for the answers of all groups. After this time, the watch uses only the
-# answers that have arrived.
+# Seconds that a ``TrafficWatch`` waits for the answers of all groups. After this time, it uses only
+# the answers that have arrived.
 ANSWER_S = 10.0
 
 
 def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
-    """Return each graph's step time in seconds, as measured in the group in which the graph is
-    slowest.
-    """
+    """Return each graph's step time in seconds: the longest time that any group measured."""
     found: dict[BatchDescriptor, float] = {}
     for group in seen:
         for graph, seconds in group.step_seconds.items():
@@ -35,8 +33,8 @@ def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
 
 
 class TrafficWatch:
-    """Records the traffic of groups that share one plan. Sends a better plan to these groups when
-    it finds one.
+    """Records the traffic of groups that share one plan. If another plan is better, sends this plan
+    to the groups.
 
     A watch never waits for a group: one call of ``look`` requests the traffic from the groups, and
     a later call collects the answers.
@@ -55,8 +53,8 @@ class TrafficWatch:
         return not self._groups
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
-        """Add groups. A later ``look`` gives them the plan of the other groups. Any thread may call
-        this method.
+        """Add groups. A later call of ``look`` sends the new groups the plan of the other groups.
+        Any thread may call this method.
         """
         self._groups = [*self._groups, *groups]
 
@@ -127,7 +125,7 @@ class TrafficWatches:
         self._watches = [*self._watches, (planner, TrafficWatch(planner, groups))]
 
     def remove(self, group: LockstepGroup) -> None:
-        """Remove a group; remove its watch if the watch has no other group."""
+        """Remove a group; remove its ``TrafficWatch`` if the watch has no other group."""
         for _, watch in self._watches:
             watch.remove(group)
         self._watches = [(p, watch) for p, watch in self._watches if not watch.is_over]

@@ -140,9 +140,7 @@ class Upkeep:
 
     @property
     def failure(self) -> str:
-        """The reason why no group will ever serve again; "" while a group serves or may serve
-        later.
-        """
+        """Why service has ended for good; "" if a group serves or may serve later."""
         watch = self._serving.watch
         # ``serves`` is checked first: a new group serves for a moment before ``watch`` knows the
         # group.
@@ -187,7 +185,8 @@ class Upkeep:
         ``SOUND_S``.
 
         The budget limits the restarts after a lasting fault, which ends every new group within
-        ``SOUND_S``. If a group served for longer, the restart was useful, so it does not count.
+        ``SOUND_S``. If a group served for longer, its restart was useful, so the budget does not
+        count this restart.
         """
         lost = self._serving.lost
         for _ in range(self._num_returned(lost)):

@@ -45,7 +45,8 @@ OnProgress = Callable[[Progress], None]
 def make_controller(
     config: Config, name: str, term: Term, starter: ProcessStarter | None = None
 ) -> Any:
-    """Start a controller's process on this node, so that the death of another node cannot end it.
+    """Start a controller's process on this node, so that the death of another node cannot end the
+    process.
 
     Args:
         starter: starts the controller and its workers. None if another process has started the
@@ -106,8 +107,8 @@ class ControllerKeeper:
         controller: the current controller; it might be dead already.
         progress: a text about the start of the next controller; "" while no controller is being
             started.
-        failure: the reason why no other controller will be started; "" while another controller may
-            be started.
+        failure: why the keeper has given up starting controllers; "" while the keeper may start
+            another controller.
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class ControllerKeeper:
         self._term = Term(0, reach.token, reach.max_model_len)
         self._silence = Silence(LEASES * config.timeouts.link_s)
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
-        # locked while a controller is created, so that none is created after ``stop``
+        # Locked while a controller is created, and in ``stop``. So no controller is created after
+        # ``stop``.
         self._making = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="controller-keeper", daemon=True)
@@ -156,15 +158,15 @@ class ControllerKeeper:
     def end_by_force(self) -> None:
         """Kill the last controller, and free the NPUs of its deployment."""
         end_by_force(self.controller, self._name)
-        # Ray can only ask a process of a fork server to end. A process that SIGSTOP has stopped
-        # does not react to this request.
+        # Ray can only ask a forked process to end. A process that SIGSTOP has stopped does not
+        # react to this request.
         processes.kill_handles(self._process)
 
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_S) and not self.failure:
             try:
                 death = self._look()
-                if death and self._has_ray():  # without Ray, every call to Ray hangs
+                if death and self._has_ray():  # if Ray has died, every call to Ray hangs
                     self._replace(death)
             except RayError as e:  # Ray itself has failed; the owner of Ray will notice
                 logger.debug("asking the controller failed: %s", e)
@@ -172,8 +174,8 @@ class ControllerKeeper:
                 logger.exception("looking after the controller failed")
 
     def _look(self) -> str:
-        """Ask the controller for its handover. Return why the controller counts as dead; "" if it
-        lives.
+        """Ask the controller for its handover. Return why the controller counts as dead; "" if the
+        controller lives.
         """
         asked = self.controller.handover.remote()
         self._silence.heard()

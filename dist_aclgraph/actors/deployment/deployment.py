@@ -99,7 +99,7 @@ class RayDeployment(Deployment):
             RayDiedError: Ray has died or hangs.
             EngineDeadError: the deployment will not serve again; the message says why.
         """
-        # A known end is reported before Ray is called, because calls to Ray hang if its control
+        # A known end is reported before Ray is called, because calls to Ray hang if Ray's control
         # store is dead.
         self._raise_end()
         if self._connected is not None:
@@ -182,7 +182,7 @@ def check_startable(config: Config) -> None:
     """Check the model's files and the build of torch, before anything is started.
 
     Raises:
-        ConfigError, ModelError: the model, or the model with this configuration, cannot be served.
+        ConfigError, ModelError: the model, or its combination with ``config``, is not supported.
         DeviceError: torch is built for CUDA.
     """
     Planner.from_config(config)
@@ -199,7 +199,7 @@ def start(
     *,
     waits_for_ray: bool = False,
 ) -> RayDeployment:
-    """Start a deployment on this process's Ray cluster, or on the cluster from ``start_ray``.
+    """Start a deployment on this process's Ray cluster. If there is none, call ``start_ray``.
 
     Errors in the model's files are raised before any process is started.
 
@@ -208,7 +208,7 @@ def start(
         waits_for_ray: whether to wait until the existing cluster answers.
 
     Raises:
-        ConfigError, ModelError: the model, or the model with this configuration, cannot be served.
+        ConfigError, ModelError: the model, or its combination with ``config``, is not supported.
         DeviceError: torch is built for CUDA, or this machine does not have the configured device.
         RayDiedError: the Ray that was started for the deployment has died.
         DistAclGraphError: any other error; if a worker failed, the message names rank and phase.

@@ -16,8 +16,8 @@ class Deployment(Protocol):
     node_id: str  # Ray's id of this process's node
 
     def reach(self) -> Reach:
-        """Return the addresses at which clients reach the deployment. Raise EngineDeadError if it
-        does not serve.
+        """Return the addresses at which clients reach the deployment. Raise EngineDeadError if the
+        deployment does not serve.
         """
         ...
 

@@ -89,11 +89,11 @@ class LLM:
         overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``; they override ``options``.
         start: a function that starts the deployment, by default on Ray.
         options: options of vLLM, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; see the
-            list in ``config/vllm_options.py``.
+            list in ``vllm_options.py``.
 
     Raises:
         ConfigError: our configuration has no such option, or a value is not allowed.
-        DistAclGraphError: the deployment did not start; no process of it is running.
+        DistAclGraphError: the deployment did not start; none of its processes is running.
     """
 
     def __init__(
@@ -280,13 +280,13 @@ class LLM:
             text_1: one query for all documents, or a list with one query for each document.
             text_2: one or more documents.
             instruction: text that says which documents are relevant; the default is for web search.
-            truncate_prompt_tokens: maximum number of tokens of a prompt; -1 means as many as the
-                context allows. If a prompt is longer, the end of its document is cut off.
+            truncate_prompt_tokens: maximum number of tokens of a prompt; -1 means the context's
+                limit. If a prompt is longer, the end of its document is cut off.
             pooling_params: must be None.
 
         Raises:
-            InvalidParameterError: the model's task is not ``rerank``, or the number of queries is
-                neither 1 nor the number of documents.
+            InvalidParameterError: the model's task is not ``rerank``; or there are several queries,
+                and their number differs from the number of documents.
         """
         self._check_task("score", "rerank")
         check_absent(lora_request=lora_request, pooling_params=pooling_params)
@@ -396,7 +396,7 @@ class LLM:
                     has_ended = self._advance(running[delta.request_id], delta)
                     if has_ended:
                         del running[delta.request_id]
-                        # if a stop string has ended the choice, the engine still runs the request
+                        # if a stop string has ended the output, the engine still runs the request
                         client.abort(delta.request_id)
                     show(has_ended, len(delta.tokens))
         except EngineDeadError:

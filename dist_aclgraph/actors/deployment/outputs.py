@@ -99,7 +99,9 @@ class RequestOutput:
         return all(output.finished() for output in self.outputs)
 
     def add_prompt_logprobs(self, parts: Iterable[PromptLogprobs], tokenizer: Tokenizer) -> None:
-        """Set the log-probabilities of the prompt, unless an earlier delta contained them."""
+        """Set the prompt's log-probabilities. Only the first delta that contains them has an
+        effect.
+        """
         rows = [as_logprobs(row, tokenizer) for part in parts for row in part.rows()]
         if rows and self.prompt_logprobs is None:
             self.prompt_logprobs = [None, *rows]

@@ -1,7 +1,8 @@
-"""An ingress sends questions to the owner of its deployment, in MessagePack over a Unix socket.
+"""An ingress sends questions to the owner of its deployment (the process that has started it), in
+MessagePack over a Unix socket.
 
-The supervisor of both processes holds the listening socket. If one of the processes dies, its
-successor uses the same socket. The ingress repeats a question if it got no answer.
+The supervisor of owner and ingress holds the listening socket. If the owner dies, the next owner
+uses the same socket. If the ingress gets no answer, it repeats the question.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def listen_for_ingress(path: str) -> socket.socket:
 
 
 class OwnerLink:
-    """The owner's side of the link. The object is a context manager. One thread serves each
-    connection.
+    """The side of the link in the deployment's owner, the process that has started the deployment.
+    The object is a context manager. One thread serves each connection.
 
     Args:
         listener: a socket from ``listen_for_ingress``; the caller closes it.
@@ -155,8 +156,8 @@ class OwnerLink:
 
 
 class OwnerClient:
-    """The ingress's side of the link, which only one thread may use. After the owner's death, this
-    object connects to the next owner.
+    """The ingress's side of the link to the deployment's owner. Only one thread may use this
+    object. After the owner's death, this object connects to the next owner.
     """
 
     def __init__(self, path: str) -> None:

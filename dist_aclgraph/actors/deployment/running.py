@@ -20,8 +20,8 @@ from dist_aclgraph.topology import NO_RANK
 
 
 class RunningDeployment:
-    """A deployment that another process has started and will stop. Owns nothing but the
-    controller's handle.
+    """A deployment that another process has started and will stop. Owns only the controller's
+    handle.
     """
 
     def __init__(self, name: str) -> None:
@@ -53,7 +53,8 @@ class RunningDeployment:
 def running_deployment(
     name: str | None = None, local_ray: str | None = None
 ) -> Iterator[RunningDeployment]:
-    """Join the Ray cluster of a deployment within this context; see ``join_ray``.
+    """Find a deployment. Until the end of the context, this process is connected to the
+    deployment's Ray cluster; see ``join_ray``.
 
     Args:
         name: name of the controller; required if several deployments run.
@@ -61,8 +62,8 @@ def running_deployment(
             started a Ray.
 
     Raises:
-        PlacementError: there is no cluster, or no such deployment; or there are several clusters,
-            but ``local_ray`` is None; or there are several deployments, but ``name`` is None.
+        PlacementError: no cluster or no deployment was found; or several were found, and the
+            argument that chooses one of them is None.
     """
     with joined_ray(local_ray):
         try:
@@ -77,7 +78,8 @@ def choose_deployment(names: list[str], wanted: str | None) -> str:
     the only deployment.
 
     Raises:
-        PlacementError: there is no such deployment, or there are several and no name is given.
+        PlacementError: there is no such deployment; or ``wanted`` is None, and there are several
+            deployments.
     """
     if wanted is not None and wanted not in names:
         raise PlacementError(f"no deployment {wanted!r} runs; there are: {', '.join(names) or '-'}")

@@ -1,8 +1,8 @@
 """CopyLink: sends copy jobs to the workers, and receives the jobs' results.
 
-The link sends a message when jobs begin. While jobs run, it also sends a message in each step if at
-most one earlier message is unanswered. Each message lets the workers continue their jobs between
-two steps. Workers send only answers to these messages.
+The link sends a message when jobs begin. While jobs run, the link also sends messages between the
+steps; at most two messages are unanswered at a time. Each message lets the workers continue their
+jobs between two steps. Workers send only answers to these messages.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class CopyLink:
 
     Args:
         timeout_s: time limit in seconds. If no job of a data-parallel rank ends in this time, the
-            requests of the rank stop waiting for copies, and their tokens are computed instead. The
-            blocks of the jobs stay reserved, because workers may still write to these blocks.
+            requests of the rank stop waiting for copies, and the model computes the tokens of these
+            requests. The blocks of the jobs stay reserved, because workers may still write to these
+            blocks.
     """
 
     def __init__(self, scheduler: Scheduler, channel: StepSender, timeout_s: float) -> None:
@@ -35,11 +36,11 @@ class CopyLink:
         self._number = 0
         self._num_read: dict[int, dict[str, int]] = {}  # last known ``num_read`` of each worker
         self._fetched: dict[int, dict[str, int]] = {}  # last known ``fetched`` of each worker
-        self._answered = [0] * channel.num_workers  # number of the last answered message, by worker
+        self._answered = [0] * channel.num_workers  # for each worker, its last answered number
         self._touched_s = time.monotonic()
-        # the last known ``num_ended`` of each data-parallel rank
+        # for each data-parallel rank, the last known number of its ended copy jobs
         self._num_ended = [0] * len(scheduler.copies.ranks)
-        # the time at which ``num_ended`` of each rank last changed
+        # for each data-parallel rank, the time at which a copy job last ended
         self._progress_s = [self._touched_s] * len(scheduler.copies.ranks)
 
     @property
@@ -49,7 +50,7 @@ class CopyLink:
 
     def num_read(self) -> dict[str, int]:
         """Return how many blocks were read from each tier. The keys are the names of the tiers. If
-        each of several workers reads a part of the same blocks, only one worker is counted. Any
+        several workers read parts of the same blocks, only one of these workers is counted. Any
         thread may call this.
         """
         found: Counter[str] = Counter()
@@ -67,8 +68,8 @@ class CopyLink:
         return dict(found)
 
     def take_answers(self) -> None:
-        """Apply the workers' answers that have arrived. If this is called before a decision, a
-        request whose blocks were read can take part in the decided step.
+        """Apply the workers' answers that have arrived. If this method is called before the
+        decision of a step, a request whose blocks were read can run in this step.
         """
         scheduler = self._scheduler
         for answer in self._channel.take_copied():
@@ -81,7 +82,7 @@ class CopyLink:
                 scheduler.copies.end(number, answer.rank, num_whole)
 
     def turn(self, *, is_idle: bool) -> None:
-        """Apply the workers' answers, and send the workers the next message if one is due.
+        """Apply the workers' answers. If the next message to the workers is due, send the message.
 
         Args:
             is_idle: whether no step is in flight.

@@ -113,8 +113,8 @@ class SeenTraffic:
 class Engine:
     """Owns the loop, its sockets and their directory.
 
-    The engine starts at the same time as the workers. So it gets the handles of the workers later,
-    from the call of ``open``.
+    The engine starts at the same time as the workers. So the engine gets the handles of the workers
+    later, from the call of ``open``.
     """
 
     def __init__(self, config: Config) -> None:
@@ -275,7 +275,7 @@ class Engine:
             },
         )
         # All objects that exist at this point stay alive until the engine ends, so later garbage
-        # collections skip them.
+        # collections skip these objects.
         gc.collect()
         gc.freeze()
         self._log.group, self._log.get_epoch = settings.group, lambda: scheduler.epoch
@@ -289,8 +289,8 @@ class Engine:
         blocks to other nodes, and prepare to fetch files from other nodes. Return the addresses
         from which other groups and services fetch this group's files.
 
-        If only workers fetch files, the engine fetches none, and tells the workers the addresses of
-        the other groups.
+        If only workers fetch files, the engine fetches no files, and sends the workers the
+        addresses of the other groups.
         """
         config, at, place = self._config, self._clients_at, files.places[0]
         if not config.sends_files:
@@ -371,8 +371,8 @@ class Engine:
             event(logger, "engine_stopping")
             self._loop.stop()
             self._thread.join(timeout=self._config.timeouts.stop_s)
-        # The threads that fetch or send files can hang in a file system, so the wait for them is
-        # limited. The limit leaves time for the later call of ``leave_copies``.
+        # The threads that fetch or send files can hang in a file system, so the wait for these
+        # threads is limited. The limit leaves time for the later call of ``leave_copies``.
         limit_s = self._config.timeouts.stop_s / 4
         if self._fetches is not None:
             self._fetches.close(limit_s)
@@ -381,8 +381,8 @@ class Engine:
         self._directory.remove()
 
     def leave_copies(self) -> None:
-        """Delete the copies of KV in memory if no other group uses them. To be called after the
-        loops of all workers have ended, so that no worker writes copies.
+        """Delete the copies of KV in memory if no other group uses these copies. To be called after
+        the loops of all workers have ended, so that no worker writes copies.
         """
         if self._copies is not None:
             self._copies.leave()

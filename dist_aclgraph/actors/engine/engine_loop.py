@@ -54,7 +54,7 @@ STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # seconds between two checks while there is no work
 COPYING_S = 0.002  # seconds between two checks while copy jobs run, but no step runs
 UNHELD_S = 0.01  # seconds between two checks of the lease while the lease is not held
-# A mean is reported after MEAN_FROM steps. It covers about the last MEAN_OF steps.
+# A mean step time is reported after MEAN_FROM steps, and covers about the last MEAN_OF steps.
 MEAN_FROM, MEAN_OF = 16, 200
 
 
@@ -271,7 +271,7 @@ class EngineLoop:
                     outputs = self._resume(e)
                 except DistAclGraphError as e:
                     self.fail(str(e))
-                except Exception as e:  # any exception, because clients must get the reason
+                except Exception as e:  # catch any exception, because clients must get the reason
                     self.fail(f"{type(e).__name__}: {e}")
         finally:
             self._dismiss_workers()
@@ -291,7 +291,7 @@ class EngineLoop:
             outputs = StepOutputs()
             self._changes.advance()
         while not is_due and (left_s := began_s + self._delay_s() - time.perf_counter()) > 0:
-            self._deliver(outputs)  # now, because the next line waits for new requests
+            self._deliver(outputs)  # deliver now, because the next line waits for new requests
             outputs = StepOutputs()
             self._take(left_s)
         start_s = time.perf_counter()
@@ -308,7 +308,7 @@ class EngineLoop:
                 request.admitted_s = scheduled_s
         elif self._flying:
             self._channel.send(Pause(self._scheduler.epoch))
-        self._deliver(outputs)  # now, because the next calls can raise an error
+        self._deliver(outputs)  # deliver now, because the next calls can raise an error
         wait_s = IDLE_S
         if self._copies is not None:
             self._copies.turn(is_idle=not self._flying)
@@ -391,7 +391,7 @@ class EngineLoop:
             raise EngineDeadError(STOPPING)
 
     def _book(self, sent: _Sent, result: StepResult, took_s: float, update_s: float) -> None:
-        """Add a step's host times (microseconds) and counters to the sums of the step's mode."""
+        """Add a step's host times (microseconds) and counters to the sums for the step's mode."""
         graph = sent.plan.graph
         mode = "eager" if graph is None else graph.mode.lower()
         worker_us = sum(result.timings_us.values())

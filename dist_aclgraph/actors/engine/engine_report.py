@@ -20,7 +20,7 @@ Costs = Mapping[BatchDescriptor, CaptureCost]
 
 @dataclass(frozen=True)
 class LoopCounts:
-    """The loop's own counters."""
+    """The counters of the engine's loop; the scheduler has other counters."""
 
     prompt_tokens: int
     generation_tokens: int

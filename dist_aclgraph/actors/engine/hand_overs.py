@@ -37,8 +37,9 @@ class HandOvers:
         return len(self._waiting)
 
     def keep(self, outputs: StepOutputs) -> StepOutputs:
-        """Store the requests that have ended here, but that another group will continue. Return the
-        outputs without the finish reasons of these requests, so that their clients keep waiting.
+        """Store the requests that have ended in this group, but that another group will continue.
+        Return the outputs without the finish reasons of these requests, so that their clients keep
+        waiting.
         """
         kept = {
             index

@@ -1,10 +1,10 @@
 """LateDecisions: computes how long the engine may wait before it decides the next step (ADR 36).
 
 While step n runs, the engine decides step n + 1, and the workers queue step n + 1 on the devices. A
-request that arrives after this decision starts in step n + 2. So the engine decides as late as
-possible without a pause of the devices. A worker queues the beginning of step n + 1, and then waits
-for the result of step n. If this wait (``StepResult.waited_us``) takes a time t, the decision could
-have come later by t.
+request that arrives after this decision starts in step n + 2. So the engine decides late, but early
+enough to keep the devices busy. A worker queues the beginning of step n + 1, and then waits for the
+result of step n. If this wait (``StepResult.waited_us``) takes a time t, the decision could have
+come later by t.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.step import StepPlan
 
-# For each kind of step, the stored time says how long the next decision could have waited while
-# earlier steps of this kind ran. The next delay is the stored time minus a reserve. The reserve is
-# the fraction SPARE_PART of the stored time, but at least LEAST_SPARE_S seconds.
+# For each kind of step, a spare time is stored: how long the next decision could have waited while
+# earlier steps of this kind ran. The next delay is the spare time minus a reserve. The reserve is
+# the fraction SPARE_PART of the spare time, but at least LEAST_SPARE_S seconds.
 LEAST_SPARE_S, SPARE_PART = 0.001, 0.25
 MAX_DELAY_S = 0.05
-# A shorter measured time replaces the stored time at once. A longer measured time increases the
-# stored time by only this fraction of the difference. So the fastest steps determine the delay.
+# A shorter measured spare time replaces the stored one at once. A longer measured time increases
+# the stored time by only this fraction of the difference. So the fastest steps determine the delay.
 GROWTH = 0.03
 # eager steps of about the same size count as one kind
 SIZES_PER_DOUBLING = 4
@@ -27,35 +27,35 @@ Kind = BatchDescriptor | tuple[int, int]
 
 
 class LateDecisions:
-    """Stores how long the decision of the next step may wait while a step runs. There is one value
-    for each kind of running step.
+    """Stores how long the decision of the next step could have waited while a step ran. There is
+    one stored time for each kind of running step.
     """
 
     def __init__(self) -> None:
         self._spare_s: dict[Kind, float] = {}
 
     def delay_s(self, running: StepPlan) -> float:
-        """Return how many seconds the next decision may wait, from the time when ``running`` is the
-        only step in flight.
+        """Return how many seconds the next decision may wait. The wait begins when ``running`` is
+        the only step in flight.
         """
         spare_s = self._spare_s.get(_kind(running), 0.0)
         return min(MAX_DELAY_S, max(0.0, spare_s - max(LEAST_SPARE_S, SPARE_PART * spare_s)))
 
     def note(self, ended: StepPlan, delayed_s: float, waited_s: float) -> None:
-        """Update the stored time for steps like ``ended``. To be called when ``ended`` has ended
-        and the next step is in flight.
+        """Learn from the finished step ``ended`` how long the next decision may wait while a step
+        of its kind runs. To be called when the next step is in flight.
 
         Args:
             delayed_s: how many seconds the decision of the next step waited.
-            waited_s: the shortest time, in seconds, that any rank waited in ``ended``
+            waited_s: the shortest time, in seconds, that any rank waited in the step ``ended``
                 (``StepResult.waited_us``).
         """
         kind = _kind(ended)
         known_s = self._spare_s.get(kind)
         spare_s = delayed_s + waited_s
         if waited_s < LEAST_SPARE_S / 2:
-            # At least one rank hardly waited, so the decision may have come too late by an unknown
-            # time.
+            # At least one rank hardly waited for its result, so the decision may have come too late
+            # by an unknown time.
             spare_s = delayed_s / 2
         if known_s is not None and spare_s > known_s:
             spare_s = known_s + (spare_s - known_s) * GROWTH

@@ -1,4 +1,4 @@
-"""Stores, by the request's key, which client gets the outputs of a request."""
+"""Stores which client gets the outputs of each request. Keys identify the requests."""
 
 from __future__ import annotations
 

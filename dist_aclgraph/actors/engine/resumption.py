@@ -1,8 +1,8 @@
 """Resumes a group after a fault of a device, or of a link between devices, if all processes are
 alive.
 
-First, the control thread of each rank aborts the work on the rank's device. The thread that runs
-steps cannot abort it, because this thread may be waiting for the device. After all ranks have
+First, the control thread of each rank aborts the work on the rank's device. The rank's step thread
+cannot abort the work, because the step thread may be waiting for the device. After all ranks have
 aborted their work, each rank resumes its device and its communicators, and reports to the engine.
 Weights, KV and graphs stay valid. The engine decides the interrupted steps again, so requests keep
 their progress. But if a part of the KV was in faulty memory, requests are computed again from their
@@ -55,7 +55,7 @@ class Resumption:
         counts: for each kind of fault, how many times the group was resumed after such a fault.
 
     Args:
-        stop: see ``StopDevices``.
+        stop: a function that stops the devices of all ranks (``StopDevices``).
         timeout_s: time limit for resuming, in seconds. If 0, the group is never resumed.
     """
 

@@ -45,10 +45,10 @@ CLIENT = Path(__file__).with_name("fork_client.py")
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20
 STOP_S, LOOK_S = 5.0, 0.02
 # Ray's native library reads two environment variables only once, when the server loads the library.
-# One is the id of the Ray job. The server can start before Ray, so it uses the id of Ray's first
-# job, and forks only processes of this job. The other variable is the process id of the raylet that
-# the library watches. Forked processes watch their raylets without the library, so the server sets
-# this variable to the id of a process that never ends.
+# One is the id of the Ray job. The server can start before Ray, so the server uses the id of Ray's
+# first job, and forks only processes of this job. The other variable is the process id of the
+# raylet that the library watches. Forked processes watch their raylets without the library, so the
+# server sets this variable to the id of a process that never ends.
 JOB_VARIABLE = "RAY_JOB_ID"
 SERVER_VARIABLES = {JOB_VARIABLE: "01000000", RAYLET_VARIABLE: "1"}
 MODULES = (
@@ -72,7 +72,7 @@ class ForkAddress:
     Attributes:
         path: path of the server's socket.
         start: start time of the server's process; see ``processes.start_of``.
-        variables: those environment variables of the server that change how libraries are loaded.
+        variables: the server's environment variables that change how libraries are loaded.
     """
 
     path: str

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class ForkingStarter(ProcessStarter):
     """Owns a fork server from the first command until ``close``. Any thread may call all methods.
 
-    If this object is sent to another process, the copy there uses the server that the last call of
-    ``command`` has used here.
+    If this object is sent to another process, the copy of the object uses the server of the last
+    call of ``command``.
 
     Args:
         lent: a fork server that another process owns, and that ends later than this process. This
@@ -51,9 +51,9 @@ class ForkingStarter(ProcessStarter):
         self._named = self._find_server(config)
         if self._named is not None:
             return self._named.command
-        # Python's path is returned instead of None. With None, the actor would have no command, and
-        # Ray would use the command of the process that starts the actor. This process may be
-        # forked, so its command would fork again.
+        # The actor must not be forked, so its command is Python itself. Without a command, Ray #
+        # would use the command of the process that starts the actor, and this may be a command that
+        # # forks.
         return shlex.quote(sys.executable)
 
     def _find_server(self, config: Config) -> ForkAddress | None:

@@ -164,10 +164,11 @@ class Lease:
 
     While the holder is stopped (SIGSTOP), the giver may replace the holder by another process. When
     the holder runs again, the first question that the holder reads may be old: the giver may have
-    sent it before the replacement. So only the second question after the stop renews the lease.
+    sent this question before the replacement. So only the second question after the stop renews the
+    lease.
 
     Attributes:
-        is_given_back: see ``give_back``.
+        is_given_back: whether ``give_back`` has ended the lease on purpose.
 
     Args:
         clock: monotonic, in seconds.
@@ -183,12 +184,12 @@ class Lease:
         self._number = 0  # number of the last question
         self._counts_from = 0  # number of the first question that renews the lease
         self.is_given_back = False
-        # Counts silence only while the holder runs. So the lease is not over after a stop, and the
-        # giver can renew the lease.
+        # Counts silence only while this process runs. So the lease is not over after a stop of this
+        # process, and the giver can renew the lease.
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:
-        """Record that a question has arrived. Renew the lease, unless the question may be old."""
+        """Record that a question has arrived. If the question cannot be old, renew the lease."""
         with self._lock:
             now_s = self._see()
             self._number = number
@@ -202,7 +203,7 @@ class Lease:
             return self._renewed_s is None or now_s - self._renewed_s <= self._limit_s
 
     def give_back(self) -> None:
-        """Give the lease back. ``leave_with`` then does not end the process."""
+        """End the lease on purpose. After this call, ``leave_with`` does not end the process."""
         self.is_given_back = True
 
     def look(self) -> bool:
@@ -219,8 +220,8 @@ class Lease:
         """
         now_s = self._clock()
         if now_s - self._seen_s > self._limit_s:
-            # The giver may have sent the next question during the stop. So only the question after
-            # that one renews the lease.
+            # The process that gave the lease may have sent the next question during the stop. So
+            # only the question after the next question renews the lease.
             self._counts_from = self._number + 2
         self._seen_s = now_s
         return now_s
@@ -259,8 +260,8 @@ def leave_with_raylet() -> None:
 def watch_processes(
     names: dict[int, str], on_death: Callable[[str], None], stop: threading.Event | None = None
 ) -> None:
-    """Watch processes on a thread. When the first of them ends, call ``on_death`` once with its
-    name.
+    """Watch processes on a thread. When the first process ends, call ``on_death`` once with the
+    name of this process.
 
     Args:
         names: maps process ids to names of processes.

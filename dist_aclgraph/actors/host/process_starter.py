@@ -43,8 +43,8 @@ class ProcessStarter:
         """Kill all processes that this object has started without Ray."""
 
     def disown(self) -> None:
-        """To be called in a forked process: forget all that this object owns. The parent process
-        still owns it.
+        """To be called in a forked process: forget the resources of this object, which the parent
+        process still owns.
         """
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ def living() -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists, and is neither stopped nor ended."""
+    """Return whether a process runs; False for a stopped process and for a zombie."""
     return _stat_of(pid)[:1] not in ([], ["T"], ["t"], ["Z"], ["X"])
 
 

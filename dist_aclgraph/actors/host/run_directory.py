@@ -1,13 +1,14 @@
 """A directory for socket files. Only this user may enter it.
 
 The path of the directory is short, because the system limits the length of a socket's path. The
-owner holds a lock in the directory until the owner ends. A stored process id would not show whether
-the owner is alive: several containers can share one temporary folder, and each container has its
-own process ids.
+process that owns the directory holds a lock in it until the process ends. A stored process id would
+not show whether the owner is alive: several containers can share one temporary folder, and each
+container has its own process ids.
 
 While a directory is created or removed, it has a hidden name. If a directory with a hidden name is
-not locked, either its process was killed, or its process has just begun to create it. ``sweep``
-removes the directory in both cases. In the second case, the process creates another directory.
+not locked, its process may have been killed, or may be creating the directory at this moment.
+``sweep`` removes the directory in both cases. A process whose new directory was removed creates
+another directory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class RunDirectory:
     """Owns a new directory with mode 0700 in the system's temporary folder, and the lock in this
     directory.
 
-    The constructor first removes the directories of owners that have ended.
+    The constructor first removes the directories of processes that have ended.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class RunDirectory:
 
 
 def sweep() -> None:
-    """Remove the directories that still exist although their owners have ended."""
+    """Remove the directories that still exist although the processes that own them have ended."""
     for path in directories(Path(tempfile.gettempdir())):
         with held_if_free(path) as is_free:
             if is_free:
@@ -79,7 +80,9 @@ def sweep() -> None:
 
 
 def directories(folder: Path) -> list[Path]:
-    """Return the directories of all owners in a temporary folder, also those with hidden names."""
+    """Return the run directories of all processes in a temporary folder, including directories with
+    hidden names.
+    """
     return [path for prefix in (PREFIX, UNFINISHED) for path in folder.glob(f"{prefix}*")]
 
 
@@ -92,8 +95,8 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def held_if_free(path: Path) -> Iterator[bool]:
-    """Lock a directory within this context. Yield whether the directory could be locked. It cannot
-    be locked if it is another user's, or if a living process owns it.
+    """Lock a directory within this context. Yield whether the directory could be locked. The
+    directory cannot be locked if another user or a living process owns the directory.
     """
     flags = os.O_RDWR | os.O_CLOEXEC
     if path.name.startswith(UNFINISHED):

@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 HANDSHAKE_MS = 10_000  # milliseconds until a connection without valid keys is closed
 MAX_WAITING_CONNECTIONS = 64
-# The pause between two attempts to find a free port, in seconds. It grows from FIRST_DELAY_S to
-# MOST_DELAY_S.
+# The pause between two attempts to find a free port, in seconds. The pause grows from FIRST_DELAY_S
+# to MOST_DELAY_S.
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
 REMEDY = "start Ray there with its own --node-ip-address"
 DOMAIN = "dist_aclgraph"  # the domain in which the authenticator checks client keys
@@ -94,7 +94,7 @@ class Reach(msgspec.Struct, frozen=True):
         addresses: addresses of the engines of all groups.
         token: the secret that a client must send to be accepted.
         max_model_len: maximum length of a client's request, in tokens.
-        node_id: Ray's id of the node of the deployment's owner.
+        node_id: Ray's id of the node of the process that owns the deployment.
     """
 
     addresses: list[Address]
@@ -104,7 +104,7 @@ class Reach(msgspec.Struct, frozen=True):
 
 
 def reached_here_alone(engines: str, other: str) -> PlacementError:
-    """Return the error for a peer on another node, for an engine that expects no such peers."""
+    """Return the error for a peer on another node, if the engine expects only peers on its node."""
     return PlacementError(
         f"the engine on node {engines[:8]} is reached on its node alone, and this is "
         f"node {other[:8]}, which came later; start the deployment again"
@@ -164,7 +164,7 @@ class Listener:
     def bind(
         self, owned: zmq.Socket[bytes], name: str, max_bytes: int = MAX_MESSAGE_BYTES
     ) -> Address:
-        """Let a socket listen. Return the address at which it listens.
+        """Let a socket listen. Return the socket's address.
 
         Args:
             name: name of the socket file.

@@ -1,8 +1,8 @@
 """Finds out what each silent rank does, and which of the silent ranks causes the failure.
 
 A rank that waits for its device may in fact wait for other ranks, in a collective. So such a rank
-does not count as the cause. A rank counts as the cause if it is stuck on its host, or does not
-answer at all.
+does not count as the cause of the failure. A rank counts as the cause if it is stuck on its host,
+or does not answer at all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ AskRanks = Callable[[Sequence[GroupRank]], RankStatuses]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rank that causes a failure, and what the silent ranks do.
+    """The rank that causes a failure, and what the silent ranks do. A silent rank is a rank that
+    did not answer in time.
 
     Attributes:
         rank: the rank that causes the failure; NO_RANK if several ranks may be the cause.
@@ -36,7 +37,7 @@ class Verdict:
 
 
 def judge(world_ranks: Sequence[WorldRank], statuses: RankStatuses) -> Verdict:
-    """Return which of the silent ranks caused the failure.
+    """Return which of the ranks that did not answer in time (``statuses``) caused the failure.
 
     Args:
         world_ranks: the world ranks of the whole group.

@@ -41,8 +41,8 @@ NUM_THREADS = 2
 
 logger = logging.getLogger(__name__)
 
-# Maps a file's kind and the index of its place to the node from which a fetch reads the file. None
-# is this node. See ``Route``.
+# Maps a file's kind and the index of its part of the cache to the node from which a fetch reads the
+# file. None is this node. See ``Route``.
 Endpoints = Mapping[FileKind, Mapping[int, Endpoint | None]]
 
 
@@ -52,7 +52,8 @@ class FetchCounts:
 
     blocks: int = 0
     num_bytes: int = 0
-    # Number of fetches that took too long, or whose source was silent or sent an invalid answer.
+    # Number of failed fetches: the fetch took too long, the source was silent, or the source sent
+    # an invalid answer.
     failures: int = 0
 
 
@@ -67,8 +68,8 @@ class _MissingBlocks:
         is_wanted: a function that returns whether the request still waits.
         deadline_s: the time at which the request stops waiting for a free thread, or for the end of
             the fetch.
-        ways: the routes by which the files are read, see ``routes``. They are chosen when the fetch
-            begins. A later route is used for the blocks that earlier routes did not find.
+        ways: the routes by which the files are read, see ``routes``. The routes are chosen when the
+            fetch begins. A later route is used for the blocks that earlier routes did not find.
     """
 
     source: BlockSource
@@ -90,7 +91,7 @@ class BlockFetches:
         places: the parts of the KV cache that the group's workers on this node store. Only files
             that these workers can use are fetched.
         group: name of this group, from which nothing is fetched.
-        turn: argument of ``routes``.
+        turn: a number that chooses between source nodes with equal loads (``routes``).
         reader: reads files in the memory of other nodes; None if the nodes send the files.
     """
 
@@ -135,10 +136,10 @@ class BlockFetches:
             thread.start()
 
     def set_groups(self, groups: GroupList) -> None:
-        """From now on, allow fetches from those prefill groups in the list whose blocks this group
-        can read.
+        """Replace the list of groups. Fetches are allowed from each listed prefill group whose
+        blocks this group can read.
 
-        Calls can arrive in any order. Of all lists, the one with the highest version is used.
+        Calls can arrive in any order. Of all lists, the list with the highest version is used.
         """
         prefill = [each for each in groups.groups if each.prefill_from]
         offers = {each.name: each.blocks for each in prefill if each.blocks is not None}
@@ -167,8 +168,8 @@ class BlockFetches:
 
         Args:
             group: name of the group that has computed the blocks. If a group of another service has
-                computed them, the ``BlockSource`` of that group.
-            is_wanted: see ``fetch_of``.
+                computed the blocks, the ``BlockSource`` of that group.
+            is_wanted: a function that returns whether the request still waits for the fetch.
         """
         source = self._sources.get(group) if isinstance(group, str) else self._of_peer(group)
         if source is None:
@@ -177,8 +178,8 @@ class BlockFetches:
         return self.fetch_of(source, is_wanted), Source(message, is_wanted)
 
     def _of_peer(self, source: BlockSource) -> BlockSource | None:
-        """Return ``source``, a group of another service; None if that service uses other files of
-        the model than this node.
+        """Return ``source``, a group of another service; None if the model's files of that service
+        differ from the files on this node.
         """
         if source.identity == self._identity:
             return source
@@ -190,7 +191,7 @@ class BlockFetches:
 
     def decode_source(self, message: bytes) -> BlockSource | None:
         """Return the source that a message of the group's engine contains; None if the message is
-        empty, or if the source uses other files of the model than this node.
+        empty, or if the model's files of the source differ from the files on this node.
         """
         if not message:
             return None
@@ -212,14 +213,14 @@ class BlockFetches:
         """Return a function that fetches blocks from a source; None if there is nothing to fetch.
 
         Args:
-            is_wanted: a function that returns whether the request still waits. If it returns False,
-                the fetch ends.
+            is_wanted: a function that returns whether the request still waits. If the function
+                returns False, the fetch ends.
         """
         return partial(self._begin, source, is_wanted) if self._ways(source) else None
 
     def _ways(self, source: BlockSource) -> list[Endpoints]:
-        """Return the endpoints of the routes to a source. If several nodes have a file, the routes
-        choose a node from which few fetches read now.
+        """Return, for each route to a source, the nodes from which files are read. If several nodes
+        have a file, a node from which few fetches read now is chosen.
         """
         nodes = [address.node_id for address in source.addresses]
         # All groups on a node share their files, so nothing is fetched from groups on this node.
@@ -334,8 +335,8 @@ class BlockFetches:
 
     def _pause(self, url: str) -> None:
         now_s = self._clock()
-        # Pauses that have ended are removed. Otherwise they would fill the memory in time, because
-        # new groups have new URLs.
+        # Pauses that have ended are removed. Otherwise old pauses would fill the memory in the long
+        # run, because new groups have new URLs.
         self._paused = {each: end_s for each, end_s in self._paused.items() if end_s > now_s}
         self._paused[url] = now_s + PAUSE_S
 
@@ -350,8 +351,8 @@ class BlockFetches:
         files: Mapping[FileKind, Sequence[KVTiers]],
         first: int,
     ) -> int:
-        """Fetch the blocks from index ``first`` on by one route. Return how many of these blocks,
-        counted from ``first``, have all their files on this node afterwards.
+        """Fetch the blocks from index ``first`` on by the route ``way``. Return how many of these
+        blocks, counted from ``first``, have all their files on this node afterwards.
         """
         blocks, states = (
             {place: files[kind][place] for place in sorted(way[kind])}
@@ -367,8 +368,8 @@ class BlockFetches:
         return count
 
     def _files_at(self, place: CachePlace) -> dict[FileKind, list[KVTiers]]:
-        """Return this node's folders for files of the source's layout. The keys are the kind of the
-        files and the index of their place.
+        """Return this node's folders for files that divide blocks as the source's files do. The
+        keys are the kind of the files, and the index of the part of the cache in them.
         """
         if place not in self._files:
             # The identity that was computed at the start is used, because the model's files may
@@ -409,15 +410,15 @@ class BlockFetches:
         names: Sequence[BlockHash],
         depth: int,
     ) -> int:
-        """Fetch those files of blocks that are missing on this node, until a fetch fails. Return
-        the number of blocks, from the first on, that have all their files on this node.
+        """Fetch the files of blocks that this node lacks, until a fetch fails. Return how many
+        consecutive blocks, from the first block on, have all their files on this node.
 
-        Of the files of one block, the file of the first place is fetched last. Look-ups check only
-        this file, so they find a block only if it has all its files.
+        Each file of a block contains one part of it. The file of the first part is fetched last. A
+        look-up checks only this file, so a look-up finds only blocks that have all their files.
 
         Args:
-            places: this node's folders for files. The keys are the indexes of the places that this
-                node needs.
+            places: this node's folders for files. The keys are the indices of the parts of a block
+                that this node needs.
         """
         missing = (
             FileKey(position, place)

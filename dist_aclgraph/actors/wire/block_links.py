@@ -30,7 +30,7 @@ LINGER_MS = 1000  # milliseconds that the last messages to a source may take
 
 class FileKey(NamedTuple):
     """Identifies a file in a fetch: by the index of its block among the fetch's names, and by the
-    index of its place.
+    index of the part of the block that the file contains.
     """
 
     position: int
@@ -53,8 +53,8 @@ class SourceLinks:
     """Owns a connection to each node from which files of a source are read.
 
     Args:
-        endpoints: for each kind of file and each place, the node that has the files. None stands
-            for this node itself, from which nothing can be fetched.
+        endpoints: for each kind of file and each part of the cache, the node that has the files.
+            None stands for this node itself, from which nothing can be fetched.
         silence_s: a node that sends no file for this number of seconds counts as silent.
         reader: reads files in the memory of other nodes; None if the nodes send the files.
     """

@@ -1,9 +1,9 @@
 """BlockServer: sends files of KV blocks to groups on other nodes.
 
-In a deployment with prefill groups, each group runs this server on each of its nodes: in the
-engine on the engine's node, and in a worker on each other node. Each request identifies one file by
-a place and a hash, never by a path. Each answer contains one whole file, or no file. The server can
-only read files.
+In a deployment with prefill groups, each group runs this server on each of its nodes: in the engine
+on the engine's node, and in a worker on each other node. Each request identifies one file by a
+block's hash and a part of the block, never by a path. Each answer contains one whole file, or no
+file. The server can only read files.
 
 With ``kv.transport: hixl``, workers run all servers. An answer does not contain the file, but says
 where the file is in the worker's memory, and the reader reads this memory.
@@ -38,9 +38,8 @@ from dist_aclgraph.kv.group_files import GroupFiles, Holders
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 
 WINDOW = 4  # maximum number of unanswered requests of one fetch
-# Maximum number of frames that wait until one peer reads them. Further frames are dropped. A peer
-# with at most WINDOW unanswered requests loses no frame, because an answer has at most three
-# frames.
+# Maximum number of unread frames of one peer. Further frames are dropped. A peer with at most
+# WINDOW unanswered requests loses no frame, because an answer has at most three frames.
 MAX_QUEUED_FRAMES = 3 * WINDOW
 MAX_REQUEST_BYTES = 1024
 MAX_FILE_BYTES = MAX_MESSAGE_BYTES - 1024  # because encryption adds some bytes
@@ -102,13 +101,14 @@ def source_of(servers: Sequence[NodeServer], files: GroupFiles) -> BlockSource |
 
 class ReadFile(msgspec.Struct, frozen=True, array_like=True, tag="read"):
     """Asks for a file. The first frame of the answer is the request's number, and the second frame
-    is the file. The second frame is empty if there is no such file, or if it has more than
+    is the file. The second frame is empty if there is no such file, or if the file is larger than
     ``MAX_FILE_BYTES``. If the reader can read the file in the server's memory, the second frame is
     also empty, and a third frame contains a ``LentFile``.
 
     Attributes:
         token: the deployment's token, or the token for other services.
-        place: index of the place among the places for files of ``kind``; see ``tiers_of``.
+        place: index of the part of the cache that the file contains, among the parts for files of
+            ``kind``; see ``tiers_of``.
         name: hash of the block.
         reader: name of the reader's HIXL engine if it can read the server's memory; else "".
     """
@@ -137,10 +137,11 @@ def tiers_of(
     config: Config, place: CachePlace, identity: str = ""
 ) -> dict[FileKind, list[KVTiers]]:
     """Return, for all workers of a data-parallel rank, the folders of their files. ``place`` is the
-    place of any one of these workers. The order of the folders does not depend on this choice.
+    part of the cache of any one of these workers. The order of the folders does not depend on the
+    choice of this worker.
 
     Args:
-        identity: see ``KVTiers.open``.
+        identity: name of the caches' contents; see ``KVTiers.open``.
 
     Raises:
         ConfigError: a folder cannot be created, or is too small.
@@ -256,7 +257,7 @@ class BlockServer:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the thread has ended."""
+        """Whether the server's thread has ended."""
         return not self._thread.is_alive()
 
     def close(self, timeout_s: float = 10.0) -> None:

@@ -42,8 +42,8 @@ from dist_aclgraph.actors.wire.sockets import Wakeup, has_message, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.steps.delta import StepDeltas
 
-# Maximum number of frames that wait until one peer reads them. The limit matters only for peers
-# that are no clients, because a client reaches ``max_unread_bytes`` first.
+# Maximum number of unread frames of one peer. A client reaches ``max_unread_bytes`` first, so this
+# limit matters only for other peers.
 MAX_QUEUED_FRAMES = 1 << 16
 # Maximum number of frames read at once, so that many frames do not delay a heartbeat.
 FRAMES_A_TURN = 256
@@ -52,14 +52,14 @@ UNHELD_S = 0.01  # seconds between two checks of the lease, while the engine mus
 
 
 class LoopAnswers(Protocol):
-    """The state of the loop, which the I/O thread reads. Any thread may call all methods."""
+    """The state of the engine's loop, for the I/O thread. Any thread may call all methods."""
 
     def failure_now(self) -> str:
         """Return why the group has ended; "" while it serves."""
         ...
 
     def pause_now(self) -> str:
-        """Return why the group has paused, if it will continue later; "" while steps run."""
+        """Return the reason for the group's present pause; "" while steps run."""
         ...
 
     def is_held(self) -> bool:
@@ -180,7 +180,7 @@ class ClientLinks:
     def set_groups(self, groups: GroupList) -> None:
         """Send the list of groups to all clients. Any thread may call this.
 
-        Calls can arrive in any order. Of all lists, the one with the highest version is used.
+        Calls can arrive in any order. Of all lists, the list with the highest version is used.
         """
         with self._setting:
             self._groups = max(self._groups, groups, key=lambda g: g.version)

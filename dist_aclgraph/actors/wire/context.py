@@ -13,8 +13,8 @@ class _Context(Context):
     def __del__(self) -> None:
         """Free the context without waiting for its open sockets.
 
-        If the garbage collector frees a context together with its sockets, it may free the context
-        first. The inherited method would then wait forever for the sockets.
+        If the garbage collector frees a context together with its sockets, the collector may free
+        the context first. The inherited method would then wait forever for the sockets.
         """
 
 

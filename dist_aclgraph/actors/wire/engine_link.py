@@ -76,8 +76,8 @@ class EngineLink:
         self._silence = Silence(link_s)
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        # The queue has no limit, because a full queue would drop messages or block. It cannot grow
-        # without end, because the number of open requests is limited.
+        # The queue has no limit, because a full queue would drop messages or block. The limited
+        # number of open requests also limits the queue.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSALS)
         endpoint.connect(self._socket)

@@ -1,10 +1,10 @@
 """Publishes numbered messages to subscribers outside the deployment, as vLLM's publisher does.
 
 A message has three frames: topic, number (8 bytes, big-endian), payload. A subscriber that reads
-too slowly loses messages. It notices a gap in the numbers, and requests a replay at the replay
-socket: it sends an empty frame, and a frame with the first missing number. The answer contains all
-messages from this number on that are still buffered. A last message with the number -1 and an empty
-payload ends the answer.
+too slowly loses messages. A subscriber that notices a gap in the numbers requests a replay at the
+replay socket. The request consists of an empty frame, and a frame with the first missing number.
+The answer contains all buffered messages from this number on. A last message with the number -1 and
+an empty payload ends the answer.
 
 Connections are neither encrypted nor authenticated. A subscriber can only read.
 """
@@ -44,7 +44,7 @@ class PublisherPlace:
         topic: the first frame of each message.
         buffer_steps, buffer_bytes: maximum number and maximum total size in bytes of the messages
             that each publisher stores for replays.
-        max_unsent: maximum number of messages that wait until one subscriber reads them.
+        max_unsent: maximum number of unread messages of one subscriber.
     """
 
     host: str
@@ -106,8 +106,8 @@ class EventPublisher:
         return owned
 
     def _bind(self, place: PublisherPlace, port: int) -> None:
-        """Listen at a port and at its replay port. If one of the two ports is in use, use neither,
-        and raise an error.
+        """Listen at a port and at its replay port. If one of the two ports is in use, release the
+        other port, and raise an error.
         """
         host = url_host(place.host)
         self._out.bind(f"tcp://{host}:{port}")
@@ -120,7 +120,7 @@ class EventPublisher:
                 raise
 
     def publish(self, payload: bytes) -> None:
-        """Number a message, keep it for replays, and send it to all subscribers."""
+        """Give a message its number, store it for replays, and send it to all subscribers."""
         number, self._next = self._next, self._next + 1
         if self.replays is not None:
             with self._guard:
@@ -173,7 +173,7 @@ class EventPublishers:
         return self._publishers[index]
 
     def close(self) -> None:
-        """Send the messages that still wait, for at most ``LAST_WORDS_MS``. Release the ports."""
+        """Send the unsent messages; this takes at most ``LAST_WORDS_MS``. Release the ports."""
         self._is_closing = True
         self._wakeup.wake()
         if self._thread is not None:

@@ -1,6 +1,6 @@
 """LentFiles: files in this process's memory that other nodes read without the help of this process.
 
-Other nodes can read a certain memory of this process, which is divided into slots. The server
+Other nodes can read one part of this process's memory, which is divided into slots. The server
 copies a requested file into a slot, and sends the slot's address to the reader instead of the file.
 The slot contains the file until the reader reports that it has finished.
 """
@@ -24,9 +24,9 @@ from dist_aclgraph.kv.arena import Arena, Slot
 from dist_aclgraph.planning.budget import MAX_LINKS
 
 # A reader that is silent for LEASE_S seconds counts as dead: its slots get other files, and another
-# reader may take its place. If the reader is alive in fact, it does no harm: it only reads memory,
-# and the checksum shows the reader that the slot contains another file. A reader ends a link that
-# it has not used for IDLE_S seconds.
+# reader may take its place. A silent reader that is still alive does no harm: a reader only reads
+# memory, and the checksum shows the reader that the slot contains another file. A reader ends each
+# link that was not used for IDLE_S seconds.
 LEASE_S, IDLE_S = 60.0, 30.0
 MAX_WAITING = 256  # maximum number of requests that wait for a slot; further requests get no answer
 
@@ -56,7 +56,7 @@ class MemoryReader(Protocol):
 
     @property
     def engine(self) -> str:
-        """Name of this process's engine."""
+        """Name of this process's HIXL engine."""
 
     def read(self, lent: LentFile) -> AbstractContextManager[memoryview]:
         """Return a context with the bytes of a file. The bytes are valid only within the context.
@@ -107,7 +107,8 @@ class _Request:
     """A request that waits for a slot.
 
     Attributes:
-        open_file: see ``LentFiles.ask``. None after the function was called.
+        open_file: a function that opens the requested file (``LentFiles.ask``). None after the
+            function was called.
         file: the result of ``open_file``.
     """
 
@@ -156,8 +157,8 @@ class LentFiles:
             self._waiting.append(_Request(_Key(peer, number), found))
 
     def end(self, peer: bytes, number: int) -> None:
-        """End the requests of a connection up to ``number``, because the reader has finished
-        reading their files.
+        """End the requests of a connection up to ``number``, because the reader has read the files
+        of these requests.
         """
         ended = [key for key in self._loans if key.peer == peer and key.number <= number]
         for key in ended:

@@ -2,8 +2,8 @@
 
 A frame consists of four bytes with the length, and the content. The kernel keeps all bytes in
 order, wakes a peer that waits, and reports at once when the process of a peer has ended. The engine
-accepts a worker only if the worker's process belongs to the same user, can enter the engine's
-directory, and knows the token, which Ray passes to the worker.
+accepts a worker only if the worker's process belongs to the engine's user, can enter the engine's
+directory, and knows the token. Ray passes the token to the worker.
 """
 
 from __future__ import annotations
@@ -136,9 +136,7 @@ class LocalPeers:
         return self._epoll.fileno()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for connections and bytes, and handle what has arrived. Return False after a
-        timeout.
-        """
+        """Wait until connections or bytes arrive, and handle them. Return False after a timeout."""
         found = self._epoll.poll(timeout_s)
         for fd, events in found:
             peer = self._peers.get(fd)

@@ -2,11 +2,11 @@
 
 Messages are plain MessagePack, like the messages between engine and workers (``steps/step.py``).
 Each message is one frame. A client sends ``Hello`` first, and ``ClientBeat`` regularly. The engine
-replies to each of these messages with an ``EngineStatus``. If the token is wrong, it replies with
-``Refused``. The engine ignores a peer that has not sent ``Hello``. After ``Hello``, and whenever
-the groups change, the engine sends the ``GroupList``. If a link fails, the engine aborts the
-requests of this link. The client sends these requests to another engine, or ends them with an
-error.
+replies to each of these messages with an ``EngineStatus``. If the token is wrong, the engine
+replies with ``Refused``. The engine ignores a peer that has not sent ``Hello``. After ``Hello``,
+and whenever the groups change, the engine sends the ``GroupList``. If a link fails, the engine
+aborts the requests of this link. The client sends these requests to another engine, or ends them
+with an error.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from dist_aclgraph.steps.step import RowSampling
 RequestNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 QueryKind = Literal["report", "metrics"]
-# If more bytes than this are unconfirmed, the engine assumes that the client does not read.
+# Maximum number of bytes that a client may leave unconfirmed. If there are more, the engine assumes
+# that the client does not read.
 MAX_UNREAD_BYTES = 128 << 20
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message on a connection. It ends an earlier connection of the same client."""
+    """The first message on a connection. The engine ends an earlier connection of the client."""
 
     token: str
     client: str
@@ -110,8 +111,9 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
 
     Attributes:
         failure: why the engine has ended; "" while it serves.
-        pause: why the group has paused, if it will continue later; "" while steps run.
-        others_tokens: the sum of ``Beat.waiting_tokens`` of all other clients of this engine.
+        pause: the reason for the group's present pause; "" while steps run.
+        others_tokens: the sum of ``Beat.waiting_tokens`` of all clients of this engine except the
+            recipient.
     """
 
     failure: str = ""
@@ -128,8 +130,8 @@ class GroupEntry(msgspec.Struct, frozen=True):
         cache_blocks: number of KV blocks, summed over the group's data-parallel ranks.
         tokens_per_block: number of tokens in each KV block.
         is_draining: whether the group accepts no new requests.
-        prefill_from: a prefill group computes a prompt for another group only if the prompt has at
-            least this number of uncached tokens; 0 if the group is no prefill group.
+        prefill_from: minimum number of uncached tokens in a prompt that this group computes for
+            another group; 0 if this group is no prefill group.
         blocks: the source from which other groups or services fetch the KV of prompts; None if
             nothing is fetched from this group.
     """

@@ -80,7 +80,7 @@ class _Ticket(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the ticket names a node for each file of ``place``. ``routes`` requires these
+        """Whether the ticket names a node for each file of a block. ``routes`` requires these
         nodes. A ticket from another version of dist_aclgraph may lack some nodes.
         """
         counts = len(self.place.all_places), len(self.place.all_state_places)

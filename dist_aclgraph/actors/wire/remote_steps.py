@@ -21,8 +21,8 @@ from dist_aclgraph.errors import EngineDeadError
 
 LOOK_MS = 500  # milliseconds between two checks whether a wait should end
 TOPIC = struct.Struct("<I")  # Each plan begins with its data-parallel rank in this format.
-# The keys are the first byte of an XPUB frame: 1 for a new subscription, 0 for its end. The values
-# are the change of the number of workers.
+# The keys are the first byte of an XPUB frame: 1 for a new subscription, 0 for the end of a
+# subscription. The values are the change of the number of workers.
 WORKERS_OF_FRAME = {1: 1, 0: -1}
 FAREWELL_MS = 200  # time limit in milliseconds for the last frame, because a worker may be dead
 

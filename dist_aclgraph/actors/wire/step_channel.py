@@ -92,8 +92,8 @@ class StepSender:
             world_ranks: world ranks of the group's workers, in the order of group ranks. The
                 workers' answers contain group ranks.
             place: the address and ports at which the sockets listen.
-            ask: a function that returns the statuses of given ranks. It is called for ranks that
-                did not answer in time.
+            ask: a function that returns the statuses of given ranks. The function is called for
+                ranks that did not answer in time.
             ranks_per_batch: number of workers of each data-parallel rank. These workers get the
                 same messages.
 
@@ -376,7 +376,7 @@ class StepReceiver:
         self._engine.send(encoder.encode(result))
 
     def end(self) -> None:
-        """Let ``receive`` raise the same error as after the end of the engine's process. Any thread
+        """Let ``receive`` raise EngineDeadError, as if the engine's process had ended. Any thread
         may call this.
         """
         self._engine.end()

@@ -1,5 +1,5 @@
-"""DeviceFaults: the faults of a rank's device, and which parts of the device memory they have
-damaged.
+"""DeviceFaults: the faults of a rank's device, and the parts of the device memory that the faults
+have damaged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DeviceFaults:
 
     def __init__(self) -> None:
         self.is_told_to_stop = False
-        self._is_sound = True  # whether device memory is intact, except KV and _bad_memory
+        self._is_sound = True  # whether all device memory outside the KV and _bad_memory is intact
         self._bad_memory: set[MemoryRange] = set()  # faulty memory that held tensors
 
     def fault_of(self, error: Exception, rank: RunningRank) -> DeviceFault | None:

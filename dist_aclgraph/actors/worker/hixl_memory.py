@@ -29,13 +29,13 @@ from dist_aclgraph.planning.budget import MAX_LINKS, PART_BYTES
 if TYPE_CHECKING:
     from dist_aclgraph.device.hixl import HostMemory
 
-CONNECT_S = TRANSFER_S = DISCONNECT_S = 3.0  # limits of the calls
+CONNECT_S = TRANSFER_S = DISCONNECT_S = 3.0  # time limits of HIXL's calls
 
 logger = logging.getLogger(__name__)
 
 
 class Transfers(Protocol):
-    """The calls of ``HixlEngine``."""
+    """The calls of ``HixlEngine`` that ``HixlMemory`` needs."""
 
     def listen(self, name: str, memory: HostMemory) -> None: ...
     def connect(self, name: str, timeout_s: float) -> None: ...
@@ -67,7 +67,8 @@ class HixlMemory:
 
     Attributes:
         engine: name of the HIXL engine, as ``host:port``.
-        num_lost: number of unusable slots: slots to which a link that did not end may still write.
+        num_lost: number of slots that stay unusable, because a link that could not be ended may
+            still write to the slot.
 
     Raises:
         PlacementError: no port is free, or the address is a wildcard.
@@ -136,8 +137,8 @@ class HixlMemory:
             self._read.give_back(slot)
 
     def close(self, timeout_s: float, *, is_lent: bool = False) -> None:
-        """End all links, and stop listening. Waiting reads fail. The memory is freed, unless a
-        thread or a link may still access it.
+        """End all links, and stop listening. Waiting reads fail. The memory is freed if no thread
+        and no link can access it.
 
         Args:
             is_lent: whether a thread may still use the part of the memory that is lent.
@@ -224,7 +225,7 @@ class HixlMemory:
 
     def _run(self, engine: Transfers, call: _Read) -> str | None:
         """Read a file. Return why the read failed; None if it succeeded. After a failure, free the
-        slot, unless the transfer may still write to the slot.
+        slot if the transfer cannot write to the slot later.
         """
         name, slot = call.lent.engine, call.slot
         try:
@@ -251,8 +252,8 @@ class HixlMemory:
             try:
                 engine.connect(name, CONNECT_S)
             except DeviceError:
-                # A part of the link may exist. This part is removed, because it would let the next
-                # attempt fail.
+                # A failed attempt can leave a part of the link. The part is removed, because it
+                # would let the next attempt fail.
                 with contextlib.suppress(DeviceError):
                     engine.disconnect(name, DISCONNECT_S)
                 raise
@@ -260,7 +261,9 @@ class HixlMemory:
         self._links[name] = self._clock()
 
     def _end_link(self, engine: Transfers, name: str) -> bool:
-        """End a link. Return whether it has ended, so that its transfers cannot access memory."""
+        """End a link. Return whether the link has ended. Transfers of an ended link cannot access
+        memory.
+        """
         self._links.pop(name, None)
         try:
             engine.disconnect(name, DISCONNECT_S)

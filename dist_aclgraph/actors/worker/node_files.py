@@ -5,8 +5,8 @@ nodes nor fetch files to these nodes. On each of these nodes, one worker of each
 looks up and fetches files for the rank's workers on the node. A worker can also send the files of
 its node to other groups.
 
-If ``kv.transport`` is ``hixl``, a worker looks after the files on the engine's node, too, because
-HIXL needs a device, and the engine has none.
+If ``kv.transport`` is ``hixl``, a worker manages the files on the engine's node, too, because HIXL
+needs a device, and the engine has no device.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ CLOSE_S = 5.0  # if the server cannot start, HIXL may take this number of second
 
 @dataclass(frozen=True)
 class NodeFilesSettings:
-    """Settings that the controller sends to a worker that looks after the files on its node.
+    """Settings that the controller sends to a worker that manages files on its node.
 
     Attributes:
         node_id: Ray's id of the node.
         host: the node's own address.
         token: the deployment's token.
-        places: see ``GroupFiles.places_beside``.
+        places: the parts of the cache that the rank's workers on the node keep
+            (``GroupFiles.places_beside``).
         turn: index of the node among the group's nodes.
         finds: whether the worker looks up files for the workers of its data-parallel rank.
         fetches: whether the worker also fetches files from other groups, if ``finds`` is True.
@@ -112,8 +113,8 @@ class NodeFiles:
                 if self._memory is not None:
                     self._memory.close(CLOSE_S)
                 raise
-        # The threads for look-ups and fetches are started after the server. Otherwise they would
-        # stay alive if the server found no free port.
+        # The threads for look-ups and fetches are started after the server. Otherwise these threads
+        # would stay alive if the server found no free port.
         self._look_ups = look_ups_of(tiers, states) if settings.finds else None
         self._fetches: BlockFetches | None = None
         if settings.finds and settings.fetches:
@@ -144,8 +145,8 @@ class NodeFiles:
         wait for a disk or a network.
 
         Returns:
-            For each look-up that has ended: its number, and how many of its blocks, from the first
-            on, have their files on this node.
+            For each look-up that has ended: the look-up's number, and how many leading blocks of
+            the look-up have all their files on this node.
         """
         for job in jobs:
             if job.kind == "find":

@@ -42,7 +42,7 @@ class LoadedWeights:
     """The weights of a rank.
 
     Attributes:
-        fusions: see ``Fusions.report``.
+        fusions: the fused operators that the rank uses (``Fusions.report``).
     """
 
     num_bytes: int

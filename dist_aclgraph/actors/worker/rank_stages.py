@@ -77,7 +77,7 @@ def join_rank(
     from dist_aclgraph.comm.marks import NO_MARKS, DeviceMarks
     from dist_aclgraph.device.npu import open_npu
 
-    # This raises an error if the environment of this process forbids the graph mode.
+    # ``normalise_mode`` raises an error if the environment of this process forbids the graph mode.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_servable_spec(config)
     # The process is bound before torch_npu starts its threads, because threads inherit the cores.
@@ -422,8 +422,8 @@ class RunningRank:
     def resume(self, *, keeps_kv: bool = True) -> None:
         """Make the device usable again after an abort.
 
-        Graphs stay valid. With ``keeps_kv``, the KV cache also stays valid; otherwise it is set to
-        zero.
+        Graphs stay valid. With ``keeps_kv``, the KV cache also stays valid; otherwise the cache is
+        set to zero.
 
         Raises:
             DeviceError: the device does not recover, or memory that is still needed is faulty.
@@ -446,7 +446,7 @@ class RunningRank:
             self.runner.make_cache(num_blocks)
 
     def book_domains(self) -> None:
-        """Record the streams that HCCL domains have taken. To be called before the offer."""
+        """Record the streams that HCCL domains have taken. To be called before ``offer``."""
         sizes = " and ".join(str(len(ranks)) for ranks in self.joined.domains) or "no"
         mode = self.joined.config.device.expansion
         self.joined.streams.book(f"HCCL domains of {sizes} ranks, expanded by {mode}")
@@ -454,13 +454,13 @@ class RunningRank:
     def offer(self) -> StreamOffer:
         """Return this rank's offer of resources for graphs.
 
-        Call this method after the first eager steps, because they create the HCCL domains and side
-        streams. Call it before the first capture: with software queues, the number of free streams
-        stays low even after graphs were released.
+        Call this method after the first eager steps, because eager steps create the HCCL domains
+        and side streams. Call the method before the first capture: with software queues, the number
+        of free streams stays low even after graphs were released.
         """
         joined = self.joined
-        # Free the temporary memory of eager steps. ``eager_bytes`` is subtracted for this memory
-        # below, so the memory must not count twice.
+        # Free the temporary memory of eager steps. Below, ``eager_bytes`` is subtracted for this
+        # memory, so the memory must not be in use here.
         joined.npu.give_back()
         # Before graphs are captured, the caches of the trial steps are freed, and larger caches
         # replace them. The recurrent states keep their size, so their bytes count as free. The

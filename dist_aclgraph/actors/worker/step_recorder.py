@@ -1,14 +1,14 @@
 """Records the last steps of a rank in a file that outlives the process, like a flight recorder.
 
 A rank records the beginning of each step, and each change of the host's state (``STATES``). For
-each of these events, the rank writes one or two records to mapped memory. It waits neither for the
-device nor for the disk.
+each of these events, the rank writes one or two records to mapped memory. The rank waits neither
+for the device nor for the disk.
 
 | offset | content |
 | --- | --- |
 | 0 | ``_HEAD``: the process, rank, group and host that wrote the file |
 | ``STATE_AT`` | ``_STATE``: the last state of the host, and the time of this record |
-| ``_PLACE_AT`` | ``_PLACE``: the last collective that the device has begun, at the last heartbeat |
+| ``_PLACE_AT`` | ``_PLACE``: the last collective that the device had begun at the last heartbeat |
 | ``WORDS_AT`` | the error that ended the steps, or the command for graphs; UTF-8, ends with zeros |
 | ``STEPS_AT`` | ``NUM_STEPS`` records: ``_STEP``, then the end of each stage of ``STAGES`` |
 """
@@ -221,7 +221,7 @@ def open_recorder(config: Config, rank: int, group_rank: int) -> StepRecorder:
 
 
 def digest_of(plan: RankPlan) -> int:
-    """Return a short hash of those fields of a plan that are the same for all ranks of a group."""
+    """Return a short hash of the fields of a plan that are equal on all ranks of a group."""
     graph = "" if plan.graph is None else f"{plan.graph} {plan.graph.num_reqs}"
     size = f"{plan.largest.num_tokens} {plan.largest.num_samples}"
     shared = f"{plan.step} {plan.plan_version} {graph} {plan.exchange} {size}"

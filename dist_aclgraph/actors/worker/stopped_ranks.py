@@ -75,7 +75,9 @@ def _stalled(recordings: Sequence[RecordedSteps]) -> Explanation:
 
 
 def _by_place(recordings: Sequence[RecordedSteps]) -> list[tuple[DevicePlace, list[RecordedSteps]]]:
-    """Group the ranks by the places of their devices; the earliest place comes first."""
+    """Group the ranks by the step and the collective that their devices have reached. The group
+    whose devices are furthest behind comes first.
+    """
     ranks: defaultdict[DevicePlace, list[RecordedSteps]] = defaultdict(list)
     for recording in recordings:
         if recording.place is not None:
@@ -173,8 +175,8 @@ def _unlike_most(digests: Sequence[tuple[RecordedSteps, int]]) -> list[RecordedS
 
 
 def _without_a_word(recordings: Sequence[RecordedSteps]) -> Explanation | None:
-    """If some ranks recorded a failure or the command to stop, blame the ranks that recorded
-    neither of the two.
+    """If some ranks recorded a failure or the command to stop, blame the ranks without such a
+    record.
     """
     silent = [r for r in recordings if r.state not in (ENDED, FAILED)]
     if not silent or len(silent) == len(recordings):
@@ -204,7 +206,7 @@ def _failed(recordings: Sequence[RecordedSteps]) -> Explanation | None:
 
 
 def _behind(recordings: Sequence[RecordedSteps]) -> Explanation | None:
-    """Blame ranks that have not begun the last step of the other ranks."""
+    """Blame the ranks whose last step is earlier than the last step of other ranks."""
     last = _last(recordings)
     behind = [recording for recording in recordings if step_of(recording) < last]
     if not behind:

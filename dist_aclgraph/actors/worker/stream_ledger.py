@@ -1,4 +1,4 @@
-"""Counts the streams that a rank uses, by the operation that has taken them.
+"""Counts the streams that each operation of a rank has taken.
 
 The rank's offer contains these counts and the number of free streams.
 """

@@ -143,7 +143,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def end_neighbour(self, pid: int, timeout_s: float) -> bool:
-        """End another rank's process on this node. Return whether it ended in time."""
+        """End another rank's process on this node. Return whether that process ended in time."""
         handle = self._neighbours.get(pid)
         return handle is not None and end_process(handle, timeout_s)
 
@@ -191,7 +191,7 @@ class Worker:
                 self._neighbours[pid] = os.pidfd_open(pid)
 
     def open_meeting(self) -> str:
-        """Listen for the other ranks of a group on several nodes. Return the address for them.
+        """Listen for the other ranks of a group on several nodes. Return the listener's address.
 
         Raises:
             PlacementError: no port is free.
@@ -204,7 +204,7 @@ class Worker:
     def join(self, rank: WorldRank, group_rank: GroupRank, rendezvous: str) -> JoinedDevice:
         """Open the device and join the lockstep group; return the device.
 
-        If the worker already has weights, it keeps its weights, its device and its ranks.
+        A worker that already has weights keeps its weights, its device and its ranks.
 
         Args:
             group_rank: index in the lockstep group. The worker's answers contain this index.
@@ -341,7 +341,7 @@ class Worker:
         """Check that a step is for this worker's graph plan and data-parallel rank.
 
         Raises:
-            RankDisagreementError: names both graph plans, or both data-parallel ranks.
+            RankDisagreementError: the step is for another plan or another data-parallel rank.
         """
         dp_rank = self._running.joined.groups.dp_rank
         if step.dp_rank != dp_rank:
@@ -383,7 +383,7 @@ class Worker:
         return self._node_files.server
 
     def leave_copies(self) -> None:
-        """Delete the copies in this node's memory, like ``Engine.leave_copies``."""
+        """Delete the copies of KV in this node's memory; see ``Engine.leave_copies``."""
         if self._copies is not None:
             self._copies.leave()
             self._copies = None
@@ -493,8 +493,8 @@ class Worker:
                 self._node_files.forget()
         except DistAclGraphError as e:
             error = str(e)
-            # This error is a new fault: the device was started again, so the earlier stop cannot be
-            # the cause of this error.
+            # This error is a new fault: the device was restarted, so its earlier stop cannot cause
+            # this error.
             self._faults.note(rank.joined.npu.fault_of(e))
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

@@ -63,7 +63,7 @@ class WorkerGroup:
     bundles: PlacementGroup | None
     infos: list[WorkerInfo] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    phase: str = "NEGOTIATING"  # the phase that errors of graph transactions name
+    phase: str = "NEGOTIATING"  # the phase in the error texts of graph transactions
     _num_commands: int = 0
 
     def call(
@@ -208,7 +208,7 @@ class WorkerGroup:
         ]
 
     def progress(self) -> list[dict[str, Any]]:
-        """Return the statuses of those workers that answer in time."""
+        """Return the statuses of the workers that answer in time."""
         places = ask_workers(self.workers, [GroupRank(i) for i in range(len(self.workers))])
         return [place for place in places.values() if place is not None]
 
@@ -337,12 +337,13 @@ def refill_group(
     *,
     python: str | None = None,
 ) -> WorkerGroup:
-    """Start workers that replace a group's lost ranks. Does not wait for them; ``find_out`` does.
+    """Start workers that replace a group's lost ranks. Does not wait for these workers;
+    ``find_out`` does.
 
     The new group takes over the bundles and the surviving workers of ``left``.
 
     Args:
-        python: see ``place_group``.
+        python: the command that starts the workers; None for Ray's own command.
     """
     request, bundles = left.request, left.bundles
     assert bundles is not None, "given to one other group only"

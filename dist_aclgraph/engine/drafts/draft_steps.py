@@ -30,11 +30,12 @@ class DraftSteps:
 
     Args:
         k: number of drafts of each request.
-        max_rows: maximum number of rows of the batch; one spare row is added.
+        max_rows: maximum number of rows of the batch; one spare row for padding is added.
         vocab_size: size of the decoder's vocabulary.
         attention: makes the attention metadata of the next-token module; the decoder uses the same
             object.
-        tally: [2] int64, counters of the tokens at the next-token module's experts.
+        tally: [2] int64, the number of tokens that the next-token module's experts have computed,
+            and the number of tokens beyond the capacity of an exchange.
         choose_exchange: returns the kind of exchange that sends the tokens of one iteration of
             drafting to their experts.
     """
@@ -113,7 +114,8 @@ class DraftSteps:
         [num_reqs] int32.
 
         Args:
-            sampled: [>= num_samples * (k + 1)] int32; the tokens of live requests come first.
+            sampled: [>= num_samples * (k + 1)] int32; the tokens of live requests come before
+                padding.
         """
         assert inputs.drafts is not None
         return self._drafter.count(self._by_request(sampled, inputs), inputs.drafts)
@@ -142,8 +144,8 @@ class DraftSteps:
 
         Args:
             hidden: [num_tokens, hidden], the decoder's hidden states.
-            sampled: [num_tokens] int32, the token sampled at each place.
-            accepted: the result of ``count``.
+            sampled: [num_tokens] int32, the token sampled after each of the graph's tokens.
+            accepted: [num_reqs] int32, number of accepted drafts of each request.
             tasks: records the operators of the captured graph; if None, the operators run eagerly.
         """
         assert inputs.drafts is not None
@@ -190,9 +192,10 @@ class DraftSteps:
             metadata: the decoder's attention metadata.
             hidden: [num_tokens, hidden], the decoder's hidden states.
             sampled: [num_samples * (k + 1)] int32, the sampled tokens of live requests.
-            accepted: the result of ``count``.
+            accepted: [num_reqs] int32, number of accepted drafts of each request.
             exchange: the kind of exchange with which the decoder sends tokens to their experts.
-            collect: returns the hidden states of places, even of places that other ranks run.
+            collect: returns the hidden states of the tokens after which the step samples, even if
+                other ranks run these tokens.
         """
         assert step.drafts is not None and step.next_tokens is not None
         draft_table = step.draft_table

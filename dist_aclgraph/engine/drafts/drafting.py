@@ -1,20 +1,20 @@
 """Multi-token prediction: on the device, a module proposes drafts, and the next step verifies them.
 
 In a step, the target model runs each request's last token and its k drafts, and a token is sampled
-at each of these places. A draft is accepted if all earlier drafts are accepted, and if it equals
-the token that was sampled at the previous place. The token that is sampled at the place of the last
-accepted draft is an additional result. So
+at each of these places. A draft is accepted if all earlier drafts are accepted, and if the draft
+equals the token that was sampled at the previous place. The token that is sampled at the place of
+the last accepted draft is an additional result. So
 sampling never depends on the drafts: with any sampling parameters, a request gets the same tokens
 as without drafts. (For deterministic drafts, this is rejection sampling: the probability that a
-draft is accepted is the draft's probability under the target model. In place of a rejected draft,
+draft is accepted is the draft's probability under the target model. Instead of a rejected draft,
 the request gets the token that was sampled from the target model.)
 
-Then the next-token module runs on the same places, with the sampled tokens as inputs. It proposes k
-tokens, one after another. The first of them follows the token that was sampled at the last accepted
-place. Only the device knows the number of accepted drafts, and no work of the host may depend on
-this number. So every request keeps k + 1 places in each run of the module. Only the last accepted
-place and the later places write to the cache. The causal mask hides the places after the last
-accepted place, and no place reads memory that was never written.
+Then the next-token module runs on the same places, with the sampled tokens as inputs. The module
+proposes k tokens, one after another. The first proposed token follows the token that was sampled at
+the last accepted place. Only the device knows the number of accepted drafts, and no work of the
+host may depend on this number. So every request keeps k + 1 places in each run of the module. Only
+the last accepted place and the later places write to the cache. The causal mask hides the places
+after the last accepted place, and no place reads memory that was never written.
 """
 
 from __future__ import annotations
@@ -53,13 +53,15 @@ class DraftPass(NamedTuple):
 
 
 RunModule = Callable[[DraftPass], Tensor]  # returns [n, hidden]
-# Arguments: hidden states [n, hidden], and places. Returns the hidden states at these places, even
-# if another rank runs the tokens at these places.
+# Arguments: hidden states [n, hidden], and places, which are indices of tokens. Returns the hidden
+# states of these tokens, even if another rank runs the tokens.
 Collect = Callable[[Tensor, Tensor], Tensor]
 
 
 def rows_at(hidden: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of ``hidden`` at ``places``, if this rank runs all of these places."""
+    """Return the rows of ``hidden`` at the indices ``places``. This rank must run all of these
+    tokens.
+    """
     return hidden.index_select(0, places)
 
 
@@ -71,7 +73,7 @@ class Drafter:
 
     Attributes:
         tokens: the table of the latest tokens; ``drafts`` and ``last`` are views of it. The last
-            row of each view is the spare row.
+            row of each view is a spare row for padding.
         drafts: [max_rows + 1, k] int32, the drafts of each row.
         last: [max_rows + 1] int32, the last token of each row.
         passed: [max_rows + 1] int32, number of each row's drafts that the last step accepted; 0 in
@@ -94,7 +96,8 @@ class Drafter:
         """Return the number of accepted drafts of each request, [num_reqs] int32.
 
         Args:
-            sampled: [num_reqs, k + 1] int32, tokens sampled at the places.
+            sampled: [num_reqs, k + 1] int32, for each request, the tokens that were sampled after
+                its last token and after each of its drafts.
         """
         if not len(sampled):
             return sampled.new_empty(0)
@@ -116,16 +119,17 @@ class Drafter:
         """Propose the next k tokens of each request as drafts.
 
         Args:
-            collect: returns the hidden states of places; used if the step also runs tokens that are
-                not places.
+            collect: returns the hidden states of the tokens after which the step samples (places);
+                used if the step also runs other tokens.
             logits: maps the module's results, [num_reqs, hidden], to logits, [num_reqs, vocab].
             positions, slots: [n] int32, positions and slots of the step's tokens.
             next_tokens: [n] int32, for each of the step's tokens, the token after it. For a place,
-                this is the token that was sampled there. None if the step runs only places, in
-                their order.
+                this token is the token that was sampled at the place. None if the step runs only
+                places, in their order.
             hidden: [n, hidden], hidden states of the target model.
-            sampled: [num_reqs, k + 1] int32, tokens sampled at the places.
-            accepted: [num_reqs] int32, the result of ``count``.
+            sampled: [num_reqs, k + 1] int32, for each request, the tokens that were sampled after
+                its last token and after each of its drafts.
+            accepted: [num_reqs] int32, number of accepted drafts of each request.
         """
         num_reqs, num_places = sampled.shape
         if num_reqs == 0:  # no request samples, because all prompts are unfinished
@@ -167,7 +171,8 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
     """Count the drafts before the first rejected draft.
 
     Args:
-        sampled: [num_reqs, k + 1] int32, the token that was sampled at each place.
+        sampled: [num_reqs, k + 1] int32, for each request, the tokens that were sampled after its
+            last token and after each of its drafts.
         drafted: [num_reqs, k] int32, the drafts of each request.
         most: [num_reqs] int32, for each request, the maximum number of accepted drafts.
 

@@ -155,7 +155,7 @@ class GrammarRow:
         """Return the row's own matcher, reset to its initial state, so that the next request in the
         row can use it. Return None if that request must not use the matcher.
 
-        While a request waits for its grammar, it may lose its row, and get the same row again
+        While a request waits for its grammar, the request may lose its row, and get this row again
         later. If the grammar were compiled again each time, the request might wait for ever. A
         matcher keeps the states of its lexer, which differ between requests. So only the same
         request may use the matcher again.

@@ -3,8 +3,8 @@
 The ingress has already compiled each grammar once, in a process with limits
 (``text/structure.py``). So the compilation in a worker takes a few seconds at most. A separate
 thread compiles the grammar, and the library releases Python's global lock meanwhile. So the request
-waits for its grammar, but no step waits. While the library prepares the vocabulary, it holds the
-lock, so the vocabulary is prepared before the first step.
+waits for its grammar, but no step waits. The library holds the lock while it prepares the
+vocabulary, so the vocabulary is prepared before the first step.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Grammars:
         """Add an allowed token to a matcher without holding Python's global lock; return whether
         this succeeded.
 
-        The library releases the lock only if it adds tokens to several matchers. So this method
-        also adds a token to a second matcher, which is used for nothing else.
+        The library releases the lock only in a call that adds tokens to several matchers. So this
+        method also adds a token to a second matcher, which is used for nothing else.
         """
         if self._second is None:
             tokenizer = self._tokenizer.result()
@@ -111,8 +111,8 @@ class Grammars:
         return added
 
     def _forget_oldest(self, newest: tuple[str, str]) -> None:
-        """Drop the oldest grammars until the others are within the limits. A grammar that is not
-        compiled yet is kept, because a request waits for it.
+        """Drop the oldest grammars until the remaining grammars are within the limits. A grammar
+        that is not compiled yet is kept, because a request waits for it.
         """
         for key, kept in list(self._kept.items()):
             if self._num_bytes <= MAX_KEPT_BYTES and len(self._kept) <= MAX_KEPT:

@@ -3,7 +3,7 @@
 A row's mask depends only on the row's grammar and output. So every rank that samples computes the
 mask itself, and nothing is sent between ranks. Before each step, the state of a row's matcher is
 moved to the end of the row's output: forward over new tokens, and back over discarded tokens
-(tokens of a void step, tokens that a rewind discards, rejected drafts).
+(rejected drafts, and tokens of steps that must run again).
 
 A row can reason before it answers. The row's grammar applies only to the answer. While the row
 reasons, only the tokens that would end the output are forbidden. If the reasoning reaches its
@@ -36,10 +36,11 @@ from dist_aclgraph.text.grammars import Vocabulary
 
 
 class Masks(NamedTuple):
-    """The masks of some places: the tokens that each of these places allows.
+    """Masks for some of the tokens that a step samples. A mask says which tokens are allowed.
 
     Attributes:
-        places: [m], for each place that has a mask, its index among the special places of the step.
+        places: [m], for each mask, the index among the step's ``SpecialPlaces`` to which it
+            belongs.
         words: [m, ceil(vocab / 32)] int32; token t is allowed if bit t % 32 of word t // 32 is 1.
     """
 
@@ -79,7 +80,7 @@ class Matchers:
     Args:
         batch: the rows, with all tokens that the engine has sent back.
         read_vocabulary: reads the checkpoint's tokenizer.
-        num_places: k + 1, number of places of each sampled request.
+        num_places: k + 1, number of tokens that a step with k drafts samples for each request.
         rows_may_wait: whether a request keeps its row while it waits for a mask that takes long to
             compute. False if the model has recurrent state, because such a request must give up its
             row and begin again.
@@ -107,8 +108,8 @@ class Matchers:
         self._failed: dict[int, str] = {}
         self._unmasked: list[int] = []
         # Rows that a step has sampled without a mask. A row stays in this set until a request
-        # begins in it. The token that was sampled without a mask is discarded, but steps that are
-        # already in flight sample these rows again.
+        # begins in this row. The token that was sampled without a mask is discarded, but steps that
+        # are already in flight sample these rows again.
         self._late: set[int] = set()
         # The rows passed to the last call of ``concern``, and the result of that call.
         self._asked: IntArray | None = None
@@ -180,7 +181,8 @@ class Matchers:
                 self._tails[row] = _Tail(int(firsts[sample]), tokens)
 
     def masks(self, step: HostStep, known: StepPlaces, drafts: IntArray | None) -> Masks | None:
-        """Return the masks of a step's special places; None if no row has a mask.
+        """Return the masks of a step's special places (``SpecialPlaces``); None if no row has a
+        mask.
 
         Before this call, ``note`` must be called for each earlier step, so that all earlier tokens
         are known.
@@ -192,7 +194,7 @@ class Matchers:
         rows, size = step.sampled_rows.tolist(), self._num_places
         samples = known.samples[::size].tolist()
         wanted = [(i, sample) for i, sample in enumerate(samples) if rows[sample] in self._rows]
-        # a place allows every token until the place's mask is written
+        # a place's mask allows every token until the real mask is written
         words = np.full((len(wanted) * size, self._num_words), ALL)
         until_s = time.monotonic() + PATIENCE_S
         for at, (_, sample) in enumerate(wanted):
@@ -204,8 +206,8 @@ class Matchers:
                     raise NotReadyError
                 error = self._fill(row, firsts[sample], drafted, own, until_s)
                 if TOO_MANY_STATES in error and self._rows[row].is_shared:
-                    # The request will begin again in its row, and will get a matcher that it does
-                    # not share.
+                    # The request will begin again in its row, with a matcher that no other request
+                    # shares.
                     self._grammars.stop_sharing(self._rows[row].structure)
                     raise NotReadyError
             except NotReadyError:
@@ -219,7 +221,7 @@ class Matchers:
                 continue
             if complaint := self._rows[row].complaint:
                 self._failed[sample] = complaint
-            # places without logits get a copy of the last mask
+            # if fewer tokens are sampled for the row, the last mask is repeated
             own[num_logits:] = own[num_logits - 1]
         if not wanted:
             return None
@@ -245,7 +247,7 @@ class Matchers:
             The reason why the row's matcher has failed; "" if it has not failed.
 
         Args:
-            first: position, in the request, of the token that is sampled at the row's first place.
+            first: position, in the request, of the first token that the step samples for the row.
             words: [>= 1 + len(drafts), num_words].
             until_s: the time, as ``time.monotonic`` returns it, at which this method stops waiting
                 for masks that a separate thread computes.
@@ -273,7 +275,8 @@ class Matchers:
             begin = max(row.begin, first - row.permitted.longest)
             if not row.permitted.leaves_any(words[0], self._tokens(row_id, begin, first)):
                 return row.error or FORBIDS_ALL
-        # The places after a forbidden draft are never used, because the draft cannot be accepted.
+        # The tokens that are sampled after a forbidden draft are never used, because the draft
+        # cannot be accepted.
         for place, draft in enumerate(drafts, start=1):
             if not row.add(draft):
                 break

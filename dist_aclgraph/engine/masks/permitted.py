@@ -54,8 +54,7 @@ class Permitted:
 
         Args:
             mask: [num_words].
-            latest: the last ``longest`` tokens of the output, or all of its tokens if it is
-                shorter.
+            latest: the last ``longest`` tokens of the output, or all tokens of a shorter output.
         """
         left = mask & self._words
         for word in self._bad_words:

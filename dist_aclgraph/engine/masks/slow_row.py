@@ -43,7 +43,7 @@ class SlowRow(GrammarRow):
         self._output: list[int] = []  # the output for which ``_mask`` was computed
         self._mask: Future[tuple[IntArray, str]] | None = None
         self._read: list[int] = []  # the tokens that were added to the matcher's state
-        self._words: IntArray | None = None  # the mask for the state; None if it is not computed
+        self._words: IntArray | None = None  # the mask for the matcher's state, if computed
         self._num_words = len(end_words)
         self._is_dropped = False
 
@@ -58,9 +58,9 @@ class SlowRow(GrammarRow):
 
     def can_continue(self, sampling: RowSampling, output: list[int]) -> bool:
         """Return whether the next request in the row may use the row's matcher and masks. The
-        request that had to wait may use them. Another request with the same grammar may use them if
-        the two requests share a lexer. After a failure, only the request whose output caused the
-        failure may use them, so that it gets the reason of the failure.
+        request that had to wait is allowed to do so. Another request with the same grammar is
+        allowed only if the two requests share a lexer. After a failure, only the request whose
+        output caused the failure is allowed, so that this request gets the reason of the failure.
         """
         is_same = self.structure == sampling.structure and self.begin == sampling.num_prompt_tokens
         mask = self._mask
@@ -70,7 +70,9 @@ class SlowRow(GrammarRow):
         return is_same and is_good and self.free_from == sampling.min_tokens
 
     def drop(self) -> None:
-        """Stop the computation of masks. Call this when the last request of the row has left it."""
+        """Stop the computation of masks. Call this when the last request of the row has left the
+        row.
+        """
         self._is_dropped = True
         if self._mask is not None:
             self._mask.cancel()
@@ -126,7 +128,7 @@ class SlowRow(GrammarRow):
         return np.full(self._num_words, ALL), super().error or NO_MATCH
 
     def _mask_of_state(self) -> IntArray:
-        """Return the mask for the matcher's state; it is computed only once for each state."""
+        """Return the mask for the matcher's state, which is computed only once for each state."""
         if self._words is None:
             words: IntArray = np.full(self._num_words, ALL)
             self.fill(words)

@@ -20,14 +20,14 @@ Words = tuple[tuple[int, ...], ...]
 
 
 class Forbidden(NamedTuple):
-    """Tokens that are forbidden at some places, if a certain token directly precedes them. Each
-    array has one element for each forbidden token, [n].
+    """Tokens that must not be sampled at some places of a step, if a certain token comes directly
+    before them. Each array has one element for each forbidden token, [n].
 
     Attributes:
         places: index of the place; tokens: the forbidden token.
         before: the token before the last token of the bad word; -1 if the host has already found
             this token in the request.
-        coming: index of the token that the device compares with ``before``. It is an index into the
+        coming: index of the token that the device compares with ``before``. The index refers to the
             list of the tokens that a step in flight samples.
     """
 
@@ -46,7 +46,8 @@ def find_forbidden(
     begins: IntArray,
     coming_rows: IntArray,
 ) -> Forbidden | None:
-    """Return the tokens that are forbidden at each place of a step; None if no token is forbidden.
+    """Return the tokens that are forbidden at each place where a step samples a token; None if no
+    token is forbidden.
 
     Args:
         words: bad words by row; each word has two tokens or more.

@@ -3,7 +3,8 @@
 Each number is a function of (seed, position, token).
 
 So the numbers are the same on every rank, in any batch and after a retry. The host sends one key
-for each place. From this key, the device computes the numbers of all tokens.
+for each token that must be sampled. From this key, the device computes the numbers of all tokens of
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _TABLE_SEED = 0x5EED
 _SMALLEST = 2.0**-32
-# This factor keeps u below 1, because u = 1 would give an infinite number.
+# This factor keeps the uniform random number u below 1, because the result for u = 1 would be
+# infinite (``log_exponentials``).
 _LESS_THAN_ONE = 1 - 2.0**-23
 
 
@@ -51,13 +53,13 @@ def _finalise(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class RaceNoise:
-    """Owns a random factor and a random summand for each token, int32 [vocab] each. They do not
-    depend on seeds.
+    """Owns a random factor and a random summand for each token, int32 [vocab] each. Factors and
+    summands do not depend on seeds.
 
-    Each number is a hash of the place's key: first h = key * factor + summand, then h * (2h + 1),
-    both modulo 2^32, because products and sums of int32 wrap. The second step is the permutation of
-    RC6 (Rivest, Robshaw, Sidney, Yin, 1998); without it, every number would be a linear function of
-    the key.
+    Each number is a hash of a key (``make_keys``): first h = key * factor + summand, then h * (2h +
+    1), both modulo 2^32, because products and sums of int32 wrap. The second step is the
+    permutation of RC6 (Rivest, Robshaw, Sidney, Yin, 1998); without this step, every number would
+    be a linear function of the key.
     """
 
     def __init__(self, vocab_size: int, to_device: ToDevice) -> None:
@@ -65,7 +67,7 @@ class RaceNoise:
         table = chance.integers(-(1 << 31), 1 << 31, (2, vocab_size)).astype(np.int32)
         table[0] |= 1  # with an odd factor, different keys have different products
         self._factors, self._summands = map(to_device, table)
-        self._largest = to_device(np.array([-_SMALLEST], np.float32))  # the largest value of -u
+        self._largest = to_device(np.array([-_SMALLEST], np.float32))  # greatest -u
 
     def log_exponentials(self, keys: Tensor) -> Tensor:
         """Return [n, vocab] float32: logarithms of random numbers with exponential distribution.
@@ -78,8 +80,9 @@ class RaceNoise:
         """
         h = torch.addcmul(self._summands, keys, self._factors)
         h = h.addcmul(h, h, value=2).bitwise_and_(0x7FFFFFFF)
-        # The smallest number wins the race, so small numbers need the best resolution. Near 0, u
-        # has 31 significant bits, and 1 - u has only 24. So we use u. One operator converts the
-        # integers, multiplies and adds.
+        # u is uniformly distributed, and the result is log(-log(1 - u)). The token with the
+        # smallest result wins the race, so small results need the best resolution. Near 0, u has 31
+        # significant bits, and 1 - u has only 24. So u must be near 0 for small results. One
+        # operator converts the integers, multiplies and adds.
         minus_u = torch.add(self._largest, h, alpha=-_LESS_THAN_ONE / (1 << 31))
         return minus_u.log1p_().neg_().log_()

@@ -42,7 +42,7 @@ def choose_tokens(
     chosen: Tensor,
     forbid_words: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> None:
-    """Choose one token for each place; the host does not wait.
+    """Choose one token for each row of ``logits``; the host does not wait.
 
     Args:
         logits: [n, vocab], any float type; they are not modified.
@@ -59,8 +59,7 @@ def choose_tokens(
     adjusted = forbid_words(_suppress(adjusted, places, positions, to_device))
     if places.temperature is not None:
         adjusted = _filter(adjusted, places)
-        # At a place with temperature 0, the random numbers have no effect, so the most probable
-        # token wins.
+        # With temperature 0, the random numbers have no effect, so the most probable token wins.
         keys = to_device(make_keys(places.seeds, positions)).unsqueeze(-1)
         adjusted = adjusted.addcmul(noise.log_exponentials(keys), places.temperature, value=-1)
     # torch_npu accepts int32 for ``out``, so no conversion is needed
@@ -78,7 +77,7 @@ def _add_biases(logits: Tensor, biases: Biases | None) -> Tensor:
 def _suppress(
     logits: Tensor, places: SamplingPlaces, positions: IntArray, to_device: ToDevice
 ) -> Tensor:
-    """Forbid stop tokens at places whose request has fewer output tokens than ``min_tokens``."""
+    """Forbid stop tokens while a request's output has fewer tokens than ``min_tokens``."""
     if not places.suppressed:
         return logits
     vocab = logits.shape[1]
@@ -112,7 +111,7 @@ def _filter(logits: Tensor, places: SamplingPlaces) -> Tensor:
 
 
 def _keep_top_k(logits: Tensor, wide: WideTopK) -> Tensor:
-    """At the places of ``wide``, forbid each token whose logit is below the k-th largest logit."""
+    """In the rows ``wide.where``, forbid each token whose logit is below the k-th largest logit."""
     chosen = logits.index_select(0, wide.where)
     best = chosen.topk(wide.most, dim=-1).values
     least = best.gather(1, wide.last)
@@ -121,7 +120,7 @@ def _keep_top_k(logits: Tensor, wide: WideTopK) -> Tensor:
 
 @dataclass(frozen=True)
 class ComingLogprobs:
-    """Log-probabilities of some places, whose copy to the host is queued.
+    """Log-probabilities at places where tokens are sampled. Their copy to the host is queued.
 
     Attributes:
         asking: [m], indices of the places.
@@ -158,16 +157,16 @@ class ComingLogprobs:
 def queue_logprobs(
     logits: Tensor, chosen: Tensor, asked: AskedLogprobs, landing: Tensor
 ) -> ComingLogprobs:
-    """Compute the log-probabilities for the places whose requests want them, and queue a copy to
-    the host.
+    """Compute log-probabilities for the sampled tokens whose requests want them, and queue a copy
+    to the host.
 
     The values belong to the model's own distribution, before penalties and temperature.
 
     Args:
         logits: [n, vocab].
         chosen: [n] int32, the chosen tokens.
-        landing: [>= n * LOGPROBS_WIDTH] float32, pinned memory that receives the values. Use it for
-            nothing else until the values are read.
+        landing: [>= n * LOGPROBS_WIDTH] float32, pinned memory that receives the values. Use this
+            memory for nothing else until the values are read.
     """
     chosen = chosen.index_select(0, asked.where)
     packed = report_of(logits.index_select(0, asked.where), chosen, int(asked.wanted.max()))
@@ -183,9 +182,8 @@ def report_of(logits: Tensor, chosen: Tensor, num_best: int) -> Tensor:
         logits: [n, vocab]; chosen: [n] int32.
 
     Returns:
-        A tensor on the device with the columns of ``ComingLogprobs.packed``. It contains the
-        ``num_best`` most probable tokens. If ``num_best`` is 0, it contains the most probable
-        token.
+        A tensor on the device with the columns of ``ComingLogprobs.packed``. The number of most
+        probable tokens is ``num_best``, but at least 1.
     """
     all_logprobs = torch.log_softmax(logits.float(), dim=-1)
     of_chosen = all_logprobs.gather(1, chosen.long().unsqueeze(-1))  # [n, 1]

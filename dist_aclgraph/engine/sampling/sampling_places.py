@@ -1,10 +1,11 @@
 """The special places of a step, and their sampling parameters on the device.
 
-A place is special if its token is not simply the most probable token, or if the request wants
-log-probabilities. Parameters are sent only when the sampled rows or their parameters change.
-Between two changes, every step reads the same tensors. No tensor on the device is written twice: a
-change creates new tensors, and steps in flight read the old tensors. The memory of the old tensors
-stays valid for these steps, because the NPU stream runs its work in order.
+A place is a token of a step after which a token is sampled. A place is special if the sampled token
+is not simply the most probable token, or if the request wants log-probabilities. Parameters are
+sent only when the sampled rows or their parameters change. Between two changes, every step reads
+the same tensors. No tensor on the device is written twice: a change creates new tensors, and steps
+in flight read the old tensors. The memory of the old tensors stays valid for these steps, because
+the NPU stream runs its work in order.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Settings = npt.NDArray[np.void]
 
 @dataclass(frozen=True)
 class WideTopK:
-    """Places whose top-k limit k is too large for the operator ``npu_top_k_top_p``.
+    """Places where a token is sampled with a top-k limit k that is too large for the operator
+    ``npu_top_k_top_p``.
 
     Attributes:
         where: [m] int64, indices of the places. most: the largest k of all these places.
@@ -44,7 +46,8 @@ class WideTopK:
 
 @dataclass(frozen=True)
 class Filter:
-    """Places for which the operator ``npu_top_k_top_p`` applies top-k and top-p together.
+    """Places where a token is sampled, and for which the operator ``npu_top_k_top_p`` applies top-k
+    and top-p together.
 
     Attributes:
         where: [m] int64, indices of the places; None means all places.
@@ -61,8 +64,8 @@ class Filter:
 
 @dataclass(frozen=True)
 class Biases:
-    """The places at which biases are added to the logits, because some tokens are preferred or
-    forbidden.
+    """The places where a token is sampled with biases: numbers that are added to the logits,
+    because some tokens are preferred or forbidden.
 
     Attributes:
         where: [m] int64, indices of the places; None means all places.
@@ -75,7 +78,7 @@ class Biases:
 
 @dataclass(frozen=True)
 class AskedLogprobs:
-    """Places whose requests want log-probabilities.
+    """Places where a token is sampled for a request that wants log-probabilities.
 
     Attributes:
         asking: [m], indices of the places; where: the same indices, int64 on the device.
@@ -90,8 +93,9 @@ class AskedLogprobs:
 
 @dataclass(frozen=True)
 class SamplingPlaces:
-    """The sampling parameters of places. They change only if other rows are sampled, or if the
-    parameters of a row change.
+    """The sampling parameters of places, where tokens are sampled. Two successive steps have
+    different parameters only if they sample different rows, or if the parameters of a row have
+    changed.
 
     Attributes:
         seeds: [n], the mixed seeds; see ``mix_seeds``.
@@ -135,7 +139,7 @@ class SamplingPlaces:
 def send_places(
     table: SamplingTable, rows: IntArray, vocab_size: int, to_device: ToDevice
 ) -> SamplingPlaces:
-    """Send the parameters of places to the device.
+    """Send the sampling parameters of places, where tokens are sampled, to the device.
 
     Args:
         rows: [n], row of each place.
@@ -205,7 +209,8 @@ def _send_penalties(settings: Settings, rows: IntArray, to_device: ToDevice) -> 
 def _send_filters(
     settings: Settings, is_random: npt.NDArray[np.bool_], vocab_size: int, to_device: ToDevice
 ) -> tuple[WideTopK | None, tuple[Filter, ...]]:
-    """Send the indices of the places that use top-k or top-p, and the limits of these places.
+    """Send the indices of the places where tokens are sampled with top-k or top-p, and the limits
+    of these places.
 
     Places without a temperature are not included.
     """
@@ -252,7 +257,8 @@ def _column(values: np.ndarray, to_device: ToDevice) -> Tensor:
 
 @dataclass(frozen=True)
 class StepPlaces:
-    """The special places of a step.
+    """The special places of a step: places whose token is not simply the most probable token, or
+    whose request wants log-probabilities.
 
     Attributes:
         indices: [n], indices of the special places among all places of the step.
@@ -271,8 +277,8 @@ class StepPlaces:
         """Return the position that each sampled token has if all drafts before it are accepted,
         [n].
         """
-        # If a request has fewer than k + 1 places, its last place is repeated, with the same
-        # position.
+        # If fewer than k + 1 tokens are sampled for a request, its last place is repeated, with the
+        # same position.
         num_logits = step.num_logits[self.samples]
         first = step.kv_lens[step.sampled][self.samples] - num_logits + 1
         positions: IntArray = (first + np.minimum(self.drafts, num_logits - 1)).astype(np.int32)
@@ -280,8 +286,8 @@ class StepPlaces:
 
 
 class KnownPlaces:
-    """Owns parameters on the device. They belong to the special places of the latest step that had
-    special places.
+    """Owns sampling parameters on the device. The parameters belong to the special places
+    (``StepPlaces``) of the latest step that had such places.
 
     Args:
         num_places: k + 1, number of tokens that a step with k drafts samples for one request.
@@ -317,8 +323,8 @@ class KnownPlaces:
         return self._places
 
     def forget(self) -> None:
-        """Drop the parameters after an abort of the device, because they may not have reached the
-        device.
+        """Drop the parameters after an abort of the device, because the parameters may not have
+        reached the device.
         """
         self._rows = self._places = None
 

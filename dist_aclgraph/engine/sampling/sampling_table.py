@@ -101,8 +101,8 @@ class SamplingTable:
         self.has_penalties[row] = sampling.has_penalties
         structure = sampling.structure
         may_forbid_all = structure is not None and (sampling.allowed or sampling.biased)
-        # If masks take long to compute, only the row's first place gets a mask. So no draft of the
-        # row may be accepted.
+        # If masks take long to compute, only the first token that a step samples for the row gets a
+        # mask. So no draft of the row may be accepted.
         is_slow = structure is not None and structure.is_slow
         self.may_draft[row] = not (
             sampling.has_penalties or sampling.bad_words or may_forbid_all or is_slow

@@ -21,7 +21,7 @@ ToDevice = Callable[[np.ndarray], Tensor]
 
 @dataclass(frozen=True)
 class Penalties:
-    """The penalties of some places, on the device.
+    """The penalties of the places where tokens are sampled with penalties, on the device.
 
     Attributes:
         rows: [m] int64, the row of each place; a slice if the rows are consecutive.
@@ -42,7 +42,7 @@ class Penalties:
 
 class TokenCounts:
     """Owns the counts, [max_rows, vocab] float32: for each token, its number of occurrences in the
-    output, plus IN_PROMPT if it occurs in the prompt.
+    output, plus IN_PROMPT if the token occurs in the prompt.
 
     The counts have the type of logits, so that no operator has to convert them. Only the counts of
     rows with penalties are updated.
@@ -58,8 +58,8 @@ class TokenCounts:
         self._last: tuple[IntArray, Tensor] | None = None
 
     def forget(self) -> None:
-        """Drop the indices of the last call of ``add`` after an abort of the device, because they
-        may not have reached the device.
+        """Drop the indices of the last call of ``add`` after an abort of the device, because the
+        indices may not have reached the device.
         """
         self._last = None
 

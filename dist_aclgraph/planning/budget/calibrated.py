@@ -1,4 +1,4 @@
-"""Prices from probes. A probe measures the cost of one bucket of a family on one rank."""
+"""Computes prices from probes. A probe measures the cost of one bucket of a family on one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How CANN counts streams with old drivers: a captured stream keeps its id until it is released."""
+"""How CANN counts streams with old drivers: a captured stream keeps its id until the stream is
+released.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ from dist_aclgraph.planning.budget.workload import Workload
 
 @dataclass(frozen=True)
 class CannPinnedBudget:
-    """Counts stream ids: one id for each lane of each graph, one id for each further queue of a
-    long lane, and one id for each of HCCL's streams in the graph. No ids are subtracted for HCCL's
-    domains themselves, because a rank counts its free ids after these domains were created.
+    """Counts stream ids: one id for each lane (captured stream) of each graph, one id for each
+    further queue of a long lane, and one id for each of HCCL's streams in the graph. No ids are
+    subtracted for HCCL's domains themselves, because a rank counts its free ids after these domains
+    were created.
     """
 
     workload: Workload

@@ -1,13 +1,13 @@
 """How CANN counts streams with new drivers: a graph has queues only while it runs.
 
-A capture uses one stream id for each lane, as with old drivers. A graph gets queues when it runs.
-If too few queues are free, idle graphs lose their queues, and the graphs that were created first
-lose them first. So the number of ids limits the number of graphs. The number of queues limits only
-the size of each single graph, not the number of graphs. ``aclrtGetStreamAvailableNum`` returns the
-number of free queues. When ranks report their free streams, no graph is captured yet, so this
-number equals the number of free ids. Later, the two numbers can differ. These rules follow from
-CANN's sources and were not measured. If a capture fails although the rules allow it, the plan gets
-smaller.
+A capture uses one stream id for each lane (captured stream), as with old drivers. A graph gets
+queues when it runs. If too few queues are free, idle graphs lose their queues, and the graphs that
+were created first lose them first. So the number of ids limits the number of graphs. The number of
+queues limits only the size of each single graph, not the number of graphs.
+``aclrtGetStreamAvailableNum`` returns the number of free queues. When ranks report their free
+streams, no graph is captured yet, so this number equals the number of free ids. Later, the two
+numbers can differ. These rules follow from CANN's sources and were not measured. If a capture fails
+although the rules allow it, the plan gets smaller.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ QUEUES = 1024
 
 @dataclass(frozen=True)
 class CannSoftwareSqBudget(CannPinnedBudget):
-    """Counts ids like ``CannPinnedBudget``. In addition, a graph with more than 1024 queues cannot
-    run (EE1023).
+    """Counts stream ids like ``CannPinnedBudget``. In addition, a graph with more than 1024 queues
+    cannot run (EE1023).
 
     If several graphs together need more than 1024 queues, a graph can lose its queues to another
-    graph. Its next replay then takes longer, because it must get queues again.
+    graph. The next replay of this graph then takes longer, because the graph must get queues again.
     """
 
     name: BudgetModelName = "cann-software-sq"

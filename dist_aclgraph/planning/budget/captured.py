@@ -31,11 +31,11 @@ SUMMED_NORMS = 10
 # its heads). Sparse attention itself takes at most ATTENTION queue entries.
 INDEXER = 7
 # EXPERTS is the number of operators for experts in a layer: router, routing, products and shared
-# experts. They replace the DENSE operators of a dense layer: two products and the activation. An
-# exchange by gathering tokens adds GATHER operators. An exchange by all-to-all, with its indices,
-# adds ALL_TO_ALL operators.
+# experts. These operators replace the DENSE operators of a dense layer: two products and the
+# activation. An exchange by gathering tokens adds GATHER operators. An exchange by all-to-all, with
+# its indices, adds ALL_TO_ALL operators.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
-SHARED = 5  # entries on the lane for shared experts: wait, two products, activation, record
+SHARED = 5  # queue entries on the stream of shared experts: wait, two products, activation, record
 # Queue entries of attention in a layer: one for the cache write, one for attention, four for the
 # wait for attention's lengths, and four for the reset of the event.
 ATTENTION = 10
@@ -43,13 +43,13 @@ ATTENTION = 10
 # attention. Each graph also computes the mask once, which takes MASK entries: indices, a
 # comparison, and a copy of the block table.
 PADDED_ATTENTION, MASK = 2, 3
-# Maximum number of additional operators if the cache is sharded. They join queries, convert results
-# to float32, mask these results, send them and merge them. Latent attention with copies of heads
-# needs all sixteen.
+# Maximum number of additional operators if the cache is sharded. These operators join queries,
+# convert results to float32, and mask, send and merge these results. Latent attention with copies
+# of heads needs all sixteen.
 SHARDED = 16
-# Maximum number of further operators if the cache of sparse attention is sharded. They map the
-# chosen keys to slots of the shard, and compute log-sum-exps from the operator's greatest scores
-# and sums.
+# Maximum number of further operators if the cache of sparse attention is sharded. These operators
+# map the chosen keys to slots of the shard, and compute log-sum-exps from the operator's greatest
+# scores and sums.
 REMAPPED = 26
 # Number of additional operators if latents are stored in int8. Six of them write the cache: two
 # copies, a rotation, the quantisation, a join and the scatter. The seventh operator joins the two
@@ -57,21 +57,21 @@ REMAPPED = 26
 INT8_LATENTS = 7
 # Number of operators that compute the blocks that each query may see, for latents in int8 without
 # an indexer: indices, a product, a comparison, a constant and a choice. Only the first layer with
-# such latents runs them.
+# such latents runs these operators.
 SEEN_BLOCKS = 5
 EMBEDDING = 3  # three gathers: from the embedding, from the cos table, from the sin table
 LAST_NORM = 1
 HEAD = 3  # operators of the head: product, argmax, and copy to the static buffer
-# Numbers of additional operators with TP. They mask the token ids of other ranks, and join the
-# ranks' parts of the logits.
+# Numbers of additional operators with TP. These operators mask the token ids of other ranks, and
+# join the ranks' parts of the logits.
 SPLIT_EMBEDDING, SPLIT_HEAD = 8, 2
-COLLECTIVE_MAIN = 2  # entries on the lane that waits for the collective: a record and a wait
-COLLECTIVE = 4  # entries on HCCL's lane: a wait, the collective, two records
+COLLECTIVE_MAIN = 2  # entries on the stream that waits for the collective: record, wait
+COLLECTIVE = 4  # entries on HCCL's stream: a wait, the collective, two records
 
 
 @dataclass(frozen=True)
 class GraphShape:
-    """One graph of a bucket, or several equal graphs of a bucket.
+    """One graph of a bucket, or several equal graphs of a bucket. A lane is a captured stream.
 
     Attributes:
         what: description in plain words.
@@ -91,13 +91,13 @@ class GraphShape:
 
     @property
     def lanes(self) -> tuple[int, ...]:
-        """Number of queue entries of each lane."""
+        """Number of queue entries of each lane (captured stream)."""
         sides = [COLLECTIVE * count for _, count in self.collectives]
         waits = sum(COLLECTIVE_MAIN * count for _, count in self.collectives)
         return (self.main + waits, *sides, *([self.beside] if self.beside else []))
 
     def price(self, workload: Workload) -> Price:
-        """Return how many queues one graph of this shape needs, with one number for each cause.
+        """Return the numbers of queues that one graph of this shape needs: one term for each cause.
         With old drivers, each queue needs one stream id.
         """
         cascaded = sum(-(-lane // QUEUE_ENTRIES) - 1 for lane in self.lanes)
@@ -123,8 +123,8 @@ def shapes(family: GraphFamily, workload: Workload) -> tuple[GraphShape, ...]:
 
 
 def price_of(found: tuple[GraphShape, ...], workload: Workload) -> Price:
-    """Return how many queues all graphs of a bucket need, with one number for each shape and each
-    cause.
+    """Return the numbers of queues that all graphs of a bucket need: for each shape, one term for
+    each cause.
     """
     return tuple(
         replace(term, total=term.total * shape.copies, of=shape.what)
@@ -179,7 +179,7 @@ def _touched(counts: dict[Domain, int]) -> tuple[tuple[Domain, int], ...]:
 
 def _experts(workload: Workload) -> int:
     """Return the number of operators of a layer of experts. If several exchanges are possible, the
-    one with the most operators is counted.
+    exchange with the most operators is counted.
     """
     if not any(_is_spread(domain) for domain in workload.domains):
         return EXPERTS
@@ -208,8 +208,8 @@ def _after_attention(domain: Domain) -> int:
 def in_sharded_attention(workload: Workload) -> int:
     """Return the number of collectives over DCP in one layer of a decode graph.
 
-    The ranks exchange the results of their shards. If ranks have different heads, they also gather
-    the queries. PCP is used only for prompts, so decode graphs contain no collective over PCP.
+    The ranks exchange the results of their shards. Ranks with different heads also gather the
+    queries. PCP is used only for prompts, so decode graphs contain no collective over PCP.
     """
     if workload.dcp == 1:
         return 0

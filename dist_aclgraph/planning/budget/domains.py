@@ -1,5 +1,5 @@
-"""The number of streams that a communication domain costs. It comes from public notes, not from
-measurements.
+"""The number of streams that a communication domain costs. This number comes from public notes, not
+from measurements.
 
 The notes are vllm-ascend's stream formulas and their comments.
 """
@@ -16,8 +16,8 @@ def streams_per_domain(expansion: HcclExpansion, num_ranks: int) -> int:
 
     AIV uses one stream, and FFTS uses two streams; the formulas count these streams for each group.
     AICPU uses one stream for each other rank of the domain. A domain with more than sixteen ranks
-    is counted as if it had sixteen. The comments about AICPU say "per domain on the device (worst
-    case)".
+    is counted as a domain with sixteen ranks. The comments about AICPU say "per domain on the
+    device (worst case)".
     """
     if expansion == "AICPU":
         return max(1, min(num_ranks, MOST_AICPU_RANKS) - 1)

@@ -66,15 +66,17 @@ class LegacyInputs:
 
     @property
     def num_graphs(self) -> int:
-        """Number of piecewise graphs of one bucket: number of layers + 1 for the model, and the
-        same for the draft model.
+        """Number of piecewise graphs of one bucket: each of the two models, the main model and the
+        draft model, has one graph more than it has layers.
         """
         graphs = self.num_hidden_layers + 1
         return graphs + self.draft_layers + 1 if self.draft_layers else graphs
 
     @property
     def num_groups(self) -> int:
-        """Number of communication groups that the formulas count. They count only TP and DP."""
+        """Number of communication groups that the formulas count. The formulas count only TP and
+        DP.
+        """
         return (self.dp > 1) + (self.tp > 1)
 
     @property

@@ -1,7 +1,8 @@
-"""The interface of a budget model. It computes prices of buckets, and limits on the number of
-buckets.
+"""The interface of a budget model. A budget model computes prices of buckets, and limits on the
+number of buckets.
 
-A price says how many streams or bytes one bucket needs, with one number for each cause.
+A price says how many streams or bytes one bucket needs. A price has several parts, one for each
+reason (``BudgetTerm``).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from dist_aclgraph.planning.budget.workload import Workload
 
 @dataclass(frozen=True)
 class BudgetTerm:
-    """One part of a bucket's price. It is one line in the report.
+    """One part of a bucket's price. The report has one line for each part.
 
     Attributes:
         name: name of the user of the streams, e.g. a communication domain.
         total: number of streams of this part in each bucket.
         why: the reason for which the bucket needs these streams, in plain words.
-        of: the graph to which the part belongs, if a bucket has different graphs.
+        of: description of the graph to which the part belongs, if a bucket has different graphs.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Limit:
     def admits(self, counts: Sequence[int]) -> bool:
         """Whether the amount is enough for ``counts`` buckets of each family.
 
-        If it is enough for some numbers of buckets, it is also enough for smaller numbers.
+        An amount that is enough for some numbers of buckets is also enough for smaller numbers.
         """
         return sum(p * n for p, n in zip(self.prices, counts, strict=True)) <= self.amount
 
@@ -83,14 +84,10 @@ class BudgetModel(Protocol):
         """The workload for whose graphs this model computes prices."""
 
     def price(self, family: GraphFamily, offer: StreamOffer) -> Price:
-        """Return how many streams one bucket of a family needs on the rank that has made the offer.
-        The result has one number for each cause.
-        """
+        """Return how many streams one bucket of a family needs on the rank with this offer."""
 
     def fixed(self, offer: StreamOffer) -> Price:
-        """Return how many streams are used before the first bucket is captured. The result has one
-        number for each cause.
-        """
+        """Return how many streams are used before the first bucket is captured."""
 
     def limits(self, families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
         """Return, for the rank that has made the offer, all limits on the number of buckets.

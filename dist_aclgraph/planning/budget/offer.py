@@ -15,8 +15,8 @@ ANY_BYTES = 1 << 62
 
 
 class BucketProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of one bucket on one rank. The rank measures it by capturing and releasing the
-    bucket.
+    """The cost of one bucket on one rank. The rank measures this cost by capturing and releasing
+    the bucket.
     """
 
     graph: BatchDescriptor
@@ -64,8 +64,7 @@ def max_piecewise_sizes(chip: str) -> int | None:
 
 
 def share_cards(offers: Sequence[StreamOffer]) -> list[StreamOffer]:
-    """Return the offers after the streams of each card were divided by the number of the card's
-    ranks.
+    """Divide the streams of each card by the number of the card's ranks; return the changed offers.
 
     The division is necessary, because each rank has counted all free streams of its card.
     ``reserve`` is not divided, because each rank has its own reserve.

@@ -1,5 +1,5 @@
-"""The facts from the model and the configuration that determine the prices of graphs. They are the
-same for every rank.
+"""The facts from the model and the configuration that determine the prices of graphs. These facts
+are the same for every rank.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class ThinkingSwitch(Body):
 
 
 class ReasoningSwitch(Body):
-    """``reasoning``, in the form of OpenRouter."""
+    """The request field ``reasoning``. It has the same subfields as in OpenRouter's API."""
 
     effort: str | None = None
     enabled: bool | None = None

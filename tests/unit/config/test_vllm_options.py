@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dist_aclgraph.config import load_config, load_with_options, to_yaml
-from dist_aclgraph.config.vllm_options import HARMLESS, OPTIONS, REFUSED, SAME, as_overrides
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.vllm_options import HARMLESS, OPTIONS, REFUSED, SAME, as_overrides
 
 MODEL = "models/tiny-qwen3"
 
