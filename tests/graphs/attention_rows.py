@@ -143,7 +143,7 @@ class AttentionDecoder:
         self, graph: CapturedGraph, rows: list[Row], kv_lens: list[int] | None = None, **other: Any
     ) -> Tensor:
         """Replay the graph with the rows' true KV lengths, or with ``kv_lens`` if given; return
-        [num_rows,...].
+        [num_rows, ...].
         """
         self.queue(graph, rows, kv_lens, **other)
         return self.buffers.logits[: len(rows)].cpu()
