@@ -47,7 +47,7 @@ class Turns:
 
     @property
     def circumstances(self) -> dict[str, Any]:
-        """Facts for the results: on which device they were measured, and whether it is emulated."""
+        """Return the device of the measurements, and whether this device is emulated."""
         report = next(iter(self.reports.values()))
         warning = "emulated NPU on the CPU; not an NPU figure; " if report["emulated"] else ""
         return {
@@ -150,8 +150,8 @@ def summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
 
 
 def workload_rows(deployments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each deployment and each workload. The row contains both names and the
-    results.
+    """Yield a row for each deployment and each workload. The row contains the names of deployment
+    and workload, and the results.
     """
     for name, found in deployments.items():
         for workload, row in found["workloads"].items():

@@ -40,7 +40,7 @@ class ServingRanks:
     client: EngineClient
     ranks: RankProcesses
     address: Address
-    servers: tuple[Address, ...] = ()  # of the file servers on nodes where no engine runs
+    servers: tuple[Address, ...] = ()  # addresses of file servers, on nodes without the engine
 
     def submit(self, name: str, prompt: list[int], params: Any) -> Answer:
         answer = Answer()

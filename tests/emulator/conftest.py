@@ -126,8 +126,8 @@ class Script:
 def run_script(tmp_path_factory) -> Callable[..., tuple[int, str]]:
     """Run code in a separate process and return (exit status, output).
 
-    Unless ``fresh`` is set, the process is forked from a process that has already imported all
-    packages.
+    The process is forked from a process that has already imported all packages. If ``fresh`` is
+    set, the process is not forked, but started.
     """
 
     def run(

@@ -339,8 +339,8 @@ def test_a_worker_sends_files_of_its_node(world: World) -> None:
 def test_nothing_is_fetched_from_a_group_whose_nodes_have_different_files_of_the_model(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fetched KV might be computed with other weights than this group's, and later prompts
-    would use this KV.
+    """The fetched KV might come from other weights than the weights of this group, and later
+    prompts would use this wrong KV.
     """
     at = world.source(HALVES, "ab").addresses
     servers = [NodeServer(at[0], "old weights"), NodeServer(at[1], "new weights")]

@@ -227,7 +227,7 @@ def play_late(
 ) -> dict[str, list[int]]:
     """Return the tokens of each request.
 
-    Grammars are compiled only after the first request, which has no grammar, has 20 tokens.
+    The first request has no grammar. Grammars are compiled only after this request has 20 tokens.
     """
     got: dict[str, list[int]] = {}
     for index, sampling in enumerate(samplings):
