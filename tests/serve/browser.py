@@ -90,7 +90,7 @@ class StatusPage:
 
     def wait_for(self, expression: str) -> None:
         """Wait until a JavaScript expression is true. The page's CSP forbids playwright's own
-        function for this.
+        function for such a wait.
         """
         deadline_s = time.monotonic() + SHOWN_MS / 1000
         while not self.tab.evaluate(expression):

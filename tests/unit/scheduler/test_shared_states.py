@@ -1,5 +1,5 @@
-"""If a model has recurrent state, requests share a prefix only if its blocks and a checkpoint at
-its end exist.
+"""If a model has recurrent state, requests share a prefix only if the prefix's blocks and a
+checkpoint at the prefix's end exist.
 
 The fake worker checks that each request continues from the state that its own tokens lead to.
 """

@@ -1,4 +1,4 @@
-"""The values that are read from config.json are compared with those that DeepSeek published."""
+"""The values that are read from config.json are compared with the values that DeepSeek published."""
 
 from __future__ import annotations
 
