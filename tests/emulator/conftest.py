@@ -58,8 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Script:
-    """A running program. Its process is forked, unless the test is about imports or about the exit
-    of a process.
+    """A running program. Its process is forked. Only in tests of imports and of process exits, it
+    is started.
 
     If a node is given, the program is not forked, but started in the network namespace of this
     node.

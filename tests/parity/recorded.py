@@ -20,7 +20,7 @@ LONG_CONTEXT = 1024
 NUM_TOKENS = 64
 FILE = Path(__file__).parents[1] / "data" / "transformers_tokens.json"
 # For each part of the file of recorded tokens: the lengths of its prompts, and settings that
-# replace those of the models.
+# replace the usual settings of the models.
 PARTS = {
     "short": (LENGTHS, {}),
     "long": (LONG_LENGTHS, {"max_position_embeddings": LONG_CONTEXT}),

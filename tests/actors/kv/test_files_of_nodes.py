@@ -85,7 +85,7 @@ class Node:
 
 
 class World:
-    """The nodes "a" to "d". Some of them form a source."""
+    """The nodes "a" to "d". Some of these nodes form a source."""
 
     def __init__(self, folder: Path) -> None:
         self.now_s = 100.0

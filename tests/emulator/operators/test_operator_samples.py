@@ -25,7 +25,7 @@ LIST = HERE / "data" / "operator_samples.json"
 FEW, MANY = 1, 12
 PROCESSES = 2
 
-# Operators whose results cannot be equal to those of the CPU. The name of each set tells the
+# Operators whose results cannot equal the results of the CPU. The name of each set tells the
 # reason.
 RANDOM = {
     "bernoulli", "exponential", "multinomial", "nn_functional_fractional_max_pool2d",

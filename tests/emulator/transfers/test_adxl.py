@@ -1,6 +1,6 @@
 """Transfers between devices of two processes (adxl::AdxlEngine): bytes, refusals, timeouts, faults.
 
-The rules are those of CANN's documentation of these calls. Two programs in C++ make the calls.
+The rules are from CANN's documentation of these calls. Two programs in C++ make the calls.
 """
 
 from __future__ import annotations

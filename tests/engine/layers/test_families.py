@@ -332,8 +332,8 @@ def test_joined_experts_are_not_converted_to_int8(npu: Any, tmp_path: Path) -> N
 
 
 def rename_as_published(directory: Path, num_layers: int) -> None:
-    """Rename a text model's weights as in a published, multimodal Qwen3.5, and join the experts of
-    each layer in one tensor.
+    """Rename a text model's weights to the names in a published, multimodal Qwen3.5, and join the
+    experts of each layer in one tensor.
     """
     path, weights = directory / "config.json", load_file(directory / "model.safetensors")
     text = json.loads(path.read_text())

@@ -72,7 +72,7 @@ def test_a_group_on_one_node_asks_no_worker() -> None:
 
 
 def test_workers_fetch_to_the_engines_node_if_the_transport_needs_a_device() -> None:
-    """If the engine looked up files before the fetch, it would find too few of them on its node."""
+    """If the engine looked up files before the fetch, it would find too few files on its node."""
     world = World("aaab", only_workers=True)
     world.here.update(NAMES[:2])
     assert world.find(0)() == 2, "without a source, no worker is asked"
