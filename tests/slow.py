@@ -24,7 +24,9 @@ def rare(*values: Any) -> Any:
 
 
 def rare_unless(is_kept: Callable[[Any], bool], params: Iterable[Any]) -> list[Any]:
-    """Return the values of a parameter. If ``is_kept`` is false for a value, it is marked as rare."""
+    """Return the values of a parameter. If ``is_kept`` is false for a value, the value is marked as
+    rare.
+    """
     return [value if is_kept(value) else rare(value) for value in params]
 
 
