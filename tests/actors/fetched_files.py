@@ -1,4 +1,4 @@
-"""Files of KV blocks at a source, and an engine on another node that fetches them."""
+"""Files of KV blocks at a source, and an engine on another node that fetches these files."""
 
 from __future__ import annotations
 

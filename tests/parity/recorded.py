@@ -1,8 +1,8 @@
 """Recorded tokens of transformers for the parity tests.
 
 ``python -m tests.parity.recorded`` records all tokens again; with names of architectures as
-arguments, it records only their tokens. ``test_recorded.py`` checks the recorded tokens: it
-generates them again with transformers.
+arguments, only the tokens of these architectures. ``test_recorded.py`` generates the tokens again
+with transformers, and compares them with the recorded tokens.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Workers are forked from one server process. If forking is impossible, they start as Ray starts
-them.
+"""Workers are forked from one server process. If forking is impossible, Ray starts the workers as
+usual.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ def test_a_graph_equals_eager_steps_and_leaves_other_slots_unchanged(layer: Stat
 
 def capture_step(layer: StateLayer, num_reqs: int, num_tokens: int) -> Any:
     """Capture a step of direct requests with ``num_tokens`` tokens each; return a function that
-    replays it.
+    replays this step.
 
     The graph contains the whole layer, from its hidden states to its results.
     """

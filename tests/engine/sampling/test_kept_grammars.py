@@ -1,5 +1,5 @@
-"""Compiled grammars are kept, up to a limit of their memory and a limit of their number. A waiting
-request always gets its grammar.
+"""Compiled grammars are kept. Their memory and their number are limited. A waiting request always
+gets its grammar.
 """
 
 from __future__ import annotations

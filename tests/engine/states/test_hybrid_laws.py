@@ -109,7 +109,7 @@ def cold(runner: ModelRunner, arrivals: list[Arrival]) -> dict[str, list[int]]:
 
 
 def assert_equal(found: dict[str, list[int]], expected: dict[str, list[int]], name: str) -> None:
-    """Check that each request's tokens are the first of its expected tokens. Aborted requests have
+    """Check that each request's tokens are a prefix of its expected tokens. Aborted requests have
     fewer tokens than expected.
     """
     for index, tokens in found.items():

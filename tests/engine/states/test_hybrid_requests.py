@@ -88,7 +88,9 @@ GRAPHS = {"decode": decode_graph(4), "pieces": pieces(16)}
 
 @pytest.mark.parametrize("kind", ["eager", *GRAPHS])
 def test_steps_of_padding_change_no_state(npu: Any, hybrid: Path, kind: str) -> None:
-    """An idle data-parallel rank runs steps on padding. After that, its own requests continue."""
+    """An idle data-parallel rank runs steps on padding. After these steps, the rank's own requests
+    continue.
+    """
     graph = GRAPHS.get(kind)
     runner = make_runner(npu, hybrid, 8, list(GRAPHS.values()))
     for each in GRAPHS.values():

@@ -155,8 +155,9 @@ def test_shards_of_caches_meet_inside_full_graphs_and_between_pieces() -> None:
 
 
 def test_lanes_grow_with_what_shards_exchange() -> None:
-    # ``with_tp``: the DCP group uses the domain of TP. ``both``: it has a domain of its own.
-    # ``alone``: it has the ranks of PCP, so all its ranks have the same heads.
+    # ``with_tp``: the DCP group uses the domain of TP. ``both``: the DCP group has a separate
+    # domain. ``alone``: the DCP group has the ranks of PCP, so all of its ranks have the same
+    # heads.
     with_tp = Workload(num_layers=4, tp=2, dcp=2)
     alone = Workload(num_layers=4, pcp=2, dcp=2)
     both = Workload(num_layers=4, tp=2, pcp=2, dcp=4)
