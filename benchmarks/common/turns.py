@@ -125,7 +125,8 @@ def title(workload: str) -> str:
 
 
 def differing_requests(runs: Iterable[Run], base: Run) -> int:
-    """Return how many requests of ``runs`` got other tokens than the same requests in ``base``.
+    """Return how many requests of ``runs`` have tokens that differ from the same requests in
+    ``base``.
 
     If ``runs`` are further runs with the settings of ``base``, their tokens can differ, too.
     """

@@ -295,9 +295,7 @@ def test_a_worker_fetches_what_its_node_lacks(world: World) -> None:
 def test_fetched_blocks_of_a_long_prompt_are_deleted_before_the_blocks_of_its_beginning(
     world: World,
 ) -> None:
-    """The blocks at the prompt's end are recorded as used earlier than the blocks at its
-    beginning.
-    """
+    """The blocks at the prompt's end get an earlier time of use than the blocks at its beginning."""
     source, first = world.source(HALVES, "ab"), 1000
     world.nodes["b"].write(HALVES[1])
     files, began_s = world.node_files("d", HALVES[1:]), time.time()

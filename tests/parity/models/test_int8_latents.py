@@ -4,8 +4,8 @@ transformers, if transformers rounds its latents to the values that int8 latents
 The model of transformers rounds the normalised latents of each layer: 128 values share a scale,
 which is 1/127 of the largest of them. Both models compute in float32, but add in different orders.
 So if a latent is near the middle between two int8 values, the two models may round it to different
-values. The layers have no experts, because a different choice of experts would change more than
-rounding does.
+values. The layers have no experts, because another choice of experts would change the results more
+than rounding changes them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Workers without a model. They keep rows as the step messages say, and checksums in place of the
-KV.
+"""Workers without a model. They keep the rows that step messages describe. In place of the KV, they
+keep checksums.
 """
 
 from __future__ import annotations
