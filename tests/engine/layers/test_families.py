@@ -266,9 +266,10 @@ def test_ling_is_a_glm_4_5_with_other_names(npu: Any, tmp_path: Path) -> None:
 
 
 def test_minicpm_is_a_granite_with_other_factors(npu: Any, tmp_path: Path) -> None:
-    """transformers has no MiniCPM without latent attention. MiniCPM's published code multiplies
-    embeddings by scale_emb, and the results of attention and of feed-forward parts by scale_depth /
-    sqrt(layers). It divides the last hidden states by hidden_size / dim_model_base.
+    """The only MiniCPM in transformers has latent attention, unlike this model. MiniCPM's published
+    code multiplies embeddings by scale_emb, and the results of attention and of feed-forward parts
+    by scale_depth / sqrt(layers). It divides the last hidden states by hidden_size /
+    dim_model_base.
     """
     model = make_reference(
         "GraniteForCausalLM",

@@ -142,8 +142,8 @@ def test_an_expert_domain_of_its_own_is_priced_where_experts_run() -> None:
     assert price(DECODE, experts) - price(DECODE, dense) == more
     # The first piece contains only the embedding and no experts.
     assert price(PIECES, experts) - price(PIECES, dense) == 10 * more
-    # With AICPU, a domain itself uses more streams, but the graphs that use the domain need no more
-    # streams than without AICPU.
+    # With AICPU, a domain itself uses more streams, but graphs that use the domain need the same
+    # number of streams.
     assert price(PIECES, replace(experts, expansion="AICPU")) == price(PIECES, experts)
 
 
