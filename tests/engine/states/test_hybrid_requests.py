@@ -61,7 +61,7 @@ def test_the_last_token_of_a_prompt_changes_the_state_by_one_rule(
     npu: Any, hybrid: Path, monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
     """A new request samples a token after its prompt. A request that continues in another group
-    does not.
+    samples no token there.
     """
     runner = make_runner(npu, hybrid, 4)
     states, noted = runner._states, list[StateMetadata]()

@@ -145,8 +145,8 @@ def test_latents_in_int8_change_probabilities_little(
     """A strict device accepts every call, in bfloat16 and with drafts.
 
     Rounding to int8 changes a latent by at most half a scale, which is 1/254 of the largest of 128
-    latents. The allowed difference of probabilities is three times that of transformers in
-    bfloat16.
+    latents. The allowed difference of probabilities is three times the difference that bfloat16
+    causes in transformers.
     """
     model = models[architecture]
     config = config_of(
