@@ -1,5 +1,5 @@
 """Deployments that run at the same time and are measured alternately. So a drift of the machine's
-speed affects all of them equally.
+speed affects all deployments equally.
 """
 
 from __future__ import annotations
