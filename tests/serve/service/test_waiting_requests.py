@@ -243,7 +243,7 @@ def test_a_request_that_waits_can_be_aborted(one: Deployment) -> None:
 
 def test_requests_go_on_in_another_deployment(one: Deployment) -> None:
     # After this loop, the version of this deployment's list is higher than the version of the next
-    # # deployment's list.
+    # deployment's list.
     for _ in range(3):
         one.lose()
         one.replace()
