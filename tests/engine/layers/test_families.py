@@ -228,7 +228,7 @@ def test_mimo_is_a_qwen2_with_another_name(npu: Any, tmp_path: Path) -> None:
 
 
 def test_ling_is_a_glm_4_5_with_other_names(npu: Any, tmp_path: Path) -> None:
-    """BailingMoeV2 is not in transformers. Its published code computes the same as Glm4Moe."""
+    """BailingMoeV2 is not in transformers. Its published code gives the same results as Glm4Moe."""
     groups = {"n_group": 2, "topk_group": 1}
     model = make_reference(
         "Glm4MoeForCausalLM", tmp_path, tie_word_embeddings=False, attention_bias=False, **groups

@@ -1,5 +1,5 @@
-"""Compiled grammars are kept. Their memory and their number are limited. A waiting request always
-gets its grammar.
+"""Compiled grammars are kept. The memory and the number of kept grammars are limited. A waiting
+request always gets its grammar.
 """
 
 from __future__ import annotations

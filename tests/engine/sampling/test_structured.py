@@ -207,7 +207,7 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(runners: Any) -> Non
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Return an event. Grammars are compiled only after it is set."""
+    """Return an event. Grammars are compiled only after the test has set the event."""
     gate, compile_now = threading.Event(), Grammars._compile
 
     def compile_late(grammars: Grammars, grammar: str) -> llguidance.LLMatcher:

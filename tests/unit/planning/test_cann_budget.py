@@ -187,11 +187,11 @@ def test_layers_of_experts_are_longer_lanes() -> None:
     experts = replace(dense, moe=True)
 
     # In the dense model, each of 61 layers has 12 + 10 + 4 entries. Together with 23 other entries,
-    # they fit in one queue. Experts on other ranks add, to each layer, 54 entries, and 4 for
+    # they fit in one queue. Experts on other ranks add 58 entries to each layer, of which 4 are for
     # exchanges. Then two more queues are needed.
     assert price(DECODE, experts) == price(DECODE, dense) + 2
-    # With all_gather, experts add, to each layer, 25 entries, and 4 for exchanges. Then one more
-    # queue is needed.
+    # With all_gather, experts add 29 entries to each layer, of which 4 are for exchanges. Then one
+    # more queue is needed.
     assert price(DECODE, replace(experts, exchange="all_gather")) == price(DECODE, dense) + 1
 
 

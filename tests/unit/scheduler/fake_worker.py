@@ -32,7 +32,7 @@ class Row:
     blocks: list[int]
     sampling: RowSampling
     latest: list[int] = field(default_factory=list)  # tokens that the last step has sampled
-    has_drafts: bool | None = False  # None between a new start of the row and its next step
+    has_drafts: bool | None = False  # None from a new start until the next step
 
 
 class FakeWorker:

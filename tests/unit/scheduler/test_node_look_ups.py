@@ -138,7 +138,7 @@ def test_nothing_is_asked_for_no_blocks() -> None:
 
 
 def test_answers_to_forgotten_look_ups_are_ignored() -> None:
-    """When an epoch ends, look-ups are forgotten. A late answer to one of them changes nothing."""
+    """When an epoch ends, its look-ups are forgotten. Their late answers change nothing."""
     world = World()
     answer = world.find(1, first=1)
     job = world.job(1)
