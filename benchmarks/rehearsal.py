@@ -117,7 +117,7 @@ def _rehearse(
     work: tuple[int, int, int],
     bar: Progress,
 ) -> dict[str, Any]:
-    """Run one deployment. Return its row of the table.
+    """Run one deployment. Return the deployment's row of the table.
 
     Args:
         work: three numbers: requests per data-parallel rank, tokens of each prompt, and tokens of

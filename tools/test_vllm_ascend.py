@@ -116,7 +116,7 @@ def generate(llm: Any, params: Any) -> list[list[int]]:
 
 
 def run(command: Sequence[str]) -> list[list[int]]:
-    """Run an engine in another process. Return the tokens that it generates."""
+    """Run an engine in another process. Return the tokens that the engine generates."""
     done = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True
     )

@@ -268,7 +268,9 @@ class Service:
         new.rename(self.fault_file)
 
     def disarm(self) -> bool:
-        """Disarm the fault. Return whether the fault had not happened yet."""
+        """Disarm the fault. Return True if it was still armed, and False if it had happened
+        already.
+        """
         try:
             self.fault_file.unlink()
         except FileNotFoundError:

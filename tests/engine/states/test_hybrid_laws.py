@@ -60,8 +60,8 @@ undone = st.sets(st.integers(0, 30), max_size=3)
 def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
     """Return a function that must be called after each turn.
 
-    It fills stale slots with NaN. After the turns whose numbers are in ``turns``, it also undoes
-    the steps in flight.
+    The function fills stale slots with NaN. After the turns whose numbers are in ``turns``, it also
+    undoes the steps in flight.
     """
     number = -1
 

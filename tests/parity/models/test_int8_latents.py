@@ -33,7 +33,7 @@ KIMI = "KimiLinearForCausalLM"  # most layers have linear attention, the others 
 LENGTHS, NUM_TOKENS, TILE = (1, 3, 15, 16, 17, 64, 129, 300), 12, 128
 DENSE = {"first_k_dense_replace": 4}  # neither the layers nor the next-token module have experts
 # Measured differences of log-probabilities are up to 0.003. If transformers does not round its
-# latents, they are 0.02 to 0.3.
+# latents, the differences are 0.02 to 0.3.
 TOLERANCE = 0.01
 
 
