@@ -135,9 +135,8 @@ def _serve_longest(engines: dict[int, DecodeEngine], blocks: int) -> list[dict[s
     """Serve two requests with each number of shards. Each rank always has the same number of
     blocks.
 
-    The first request is the longest request that fits in the smallest cache, which has the first
-    number of shards. The second request is the longest request that fits in the cache of its
-    deployment.
+    The first request is the longest request that fits in the cache with the fewest shards. The
+    second request is the longest request that fits in the cache of its own deployment.
     """
     found: list[dict[str, Any]] = []
     for shards, engine in engines.items():

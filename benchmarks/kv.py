@@ -295,11 +295,11 @@ def recover(
     first run has written.
 
     Returns:
-        For each of the two runs: the seconds until the last request has its next token, and the
-        median over the requests of the seconds until the request has its next token; the fraction
-        of tokens whose KV was read from files; the CPU time per token, in microseconds; the number
-        of bytes in files per token. Files are not written if there is no time or no room, so the KV
-        of some tokens may be missing in the files.
+        For each of the two runs: the seconds until the last request has its next token; the seconds
+        until the median request has its next token; the fraction of tokens whose KV was read from
+        files; the CPU time per token, in microseconds; the number of bytes in files per token.
+        Files are not written if there is no time or no room, so the KV of some tokens may be
+        missing in the files.
     """
     num_tokens = sum(map(len, prompts))
     found: dict[str, dict[str, float]] = {}

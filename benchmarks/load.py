@@ -3,7 +3,7 @@
 The ranks of one tensor parallel group on one node load a checkpoint with random weights, from the
 disk and from the page cache. The bench measures how long the deployment is in the state LOADING.
 The bench also lets one process read the files from beginning to end, and measures the time. This
-time is the first lower bound.
+time is the first lower bound for the time of loading.
 
 An emulated device uses memory of this machine, and the operating system must first provide this
 memory. So there is a second lower bound: the time of the same read, while one other process per

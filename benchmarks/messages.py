@@ -2,11 +2,11 @@
 results.
 
 Workers are processes that decode a plan and reply at once. The bench measures three ways
-alternately in one run. First, an engine uses Unix sockets, as for the workers of its own node.
-Second, an engine uses ZeroMQ's sockets, as for workers on other nodes, but in the bench the sockets
-are files. Third, bare sockets send the same number of bytes, which no process decodes: this is the
-lower bound. CPU time is the sum over all processes, including the engine. Wall time is meaningful
-only on a quiet machine.
+alternately in one run. First, an engine uses Unix sockets, which a real engine uses for workers on
+its own node. Second, an engine uses ZeroMQ's sockets, which a real engine uses for workers on other
+nodes. In the bench, ZeroMQ's sockets are files. Third, bare sockets send the same number of bytes,
+which no process decodes: this is the lower bound. CPU time is the sum over all processes, including
+the engine. Wall time is meaningful only on a quiet machine.
 """
 
 from __future__ import annotations

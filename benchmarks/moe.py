@@ -1,7 +1,7 @@
 """``make bench-moe``: experts that are divided among four ranks (TP 2, DP 2, EP 4). Each variant
 differs from the base deployment in one setting.
 
-The settings are: the graphs, the drafts, the exchange that brings tokens to experts, and whether
+The settings are: the graphs, the drafts, the exchange that sends tokens to experts, and whether
 shared experts run at the same time as routed experts. Each variant is a deployment of the tiny
 DeepSeek. All deployments run at the same time, and they are measured alternately with the same chat
 requests. The ranks share this machine's cores, so the results are no measurements of an NPU.

@@ -4,7 +4,7 @@ two.
 The device's times are computed by a model (``docs/develop/device-time.md``). The host is real: it
 does all work that serving requires. There are no weights. For a decode step, the bench shows the
 total time, the time for which the device is busy, and why the device waits. If a deployment has
-several ranks, they share the cores of this machine, which makes them slower. The results are no
+several ranks, the ranks share the cores of this machine, so each rank is slower. The results are no
 measurements of an NPU.
 """
 

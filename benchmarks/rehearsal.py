@@ -2,9 +2,9 @@
 
 All ranks of a lockstep group run on this machine as in a real deployment, with all layers and
 widths of the model. Weights are zeros that use no memory of the host. Each emulated NPU is busy for
-as long as the time model predicts for a chip (``docs/develop/device-time.md``). So captures,
-streams and device memory are those of the full shape. All ranks share the cores of this machine, so
-host times are much longer than in a real deployment.
+as long as the time model predicts for a chip (``docs/develop/device-time.md``). So captures use as
+many streams and as much device memory as with real NPUs. All ranks share the cores of this machine,
+so host times are much longer than in a real deployment.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _rehearse(
     work: tuple[int, int, int],
     bar: Progress,
 ) -> dict[str, Any]:
-    """Run one deployment. Return its row of the table.
+    """Run one deployment. Return the deployment's row of the table.
 
     Args:
         work: three numbers: requests per data-parallel rank, tokens of each prompt, and tokens of

@@ -1,9 +1,10 @@
 """Long prompts beside requests that decode, with and without a prefill group (``make bench-kv``).
 
-Two deployments of one model take turns. In the first, each of two groups does everything. In the
-second, one group computes the long prompts; the other group reads their KV from files, and does
-everything else. The device is modelled (``docs/develop/device-time.md``), and there are no weights.
-The host and the bytes in the files are real. The figures say nothing about an NPU.
+Two deployments of one model take turns. In the first deployment, each of two groups computes
+prompts and decodes. In the second deployment, one group only computes long prompts; the other group
+reads the KV of these prompts from files, computes short prompts, and decodes. The device is
+modelled (``docs/develop/device-time.md``), and there are no weights. The host and the bytes in the
+files are real. The figures say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -140,9 +141,9 @@ class Load:
         return all(len(token_s) >= BEFORE for token_s in self._token_s)
 
     def times(self) -> Times:
-        """Return four lists of times: from the sending to the first token of long prompts, and of
-        short prompts; from the first to the second token of long prompts; and between two tokens of
-        a stream, while prompts are answered.
+        """Return four lists of times: from the sending of a long prompt to its first token; from
+        the sending of a short prompt to its first token; from the first to the second token of a
+        long prompt; between two tokens of a stream, while prompts are answered.
         """
         requests = [(*sent, tokens) for sent, tokens in zip(self._sent, self._token_s, strict=True)]
         others = [request for request in requests if request[0] != STREAM]

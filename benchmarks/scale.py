@@ -1,5 +1,4 @@
-"""``make bench-scale``: how much the engine of a group with 8 to 1,024 workers has to do for a
-step.
+"""``make bench-scale``: the work of an engine in one step, for groups with 8 to 1,024 workers.
 
 The bench uses a deployment's scheduler, messages and sockets. One process simulates all workers,
 without devices and without a model. All requests decode, and their KV blocks become full in

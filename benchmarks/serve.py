@@ -1,5 +1,5 @@
-"""``make bench-serve``: what it costs to bring a token from the engine's message to the client's
-socket.
+"""``make bench-serve``: the CPU time and the latency of a token, from the engine's message to the
+client's socket.
 
 A paced engine has no model, but sends one token to each stream at fixed intervals (steps), over the
 usual links between engines and clients. The bench measures the CPU time per token of the processes

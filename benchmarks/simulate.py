@@ -5,8 +5,8 @@ deployment serves a first load, in which step times are measured, and then a sec
 ``simulate`` simulates the second load with the measured times. A load begins with a long prompt, so
 that all other requests arrive while its first step runs. The deployment and the simulation must
 have equal steps and equal padding. In the case with drafts, replays and padding may differ by 15 %,
-because a simulation decides at random whether a draft is accepted. The seconds must differ by less
-than 15 % in all cases. The exit status is 1 if a case misses its aim.
+because a simulation decides at random whether a draft is accepted. The total times must differ by
+less than 15 % in all cases. The exit status is 1 if a case misses its aim.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from dist_aclgraph.simulate.simulation import simulate
 from dist_aclgraph.simulate.times import read_times
 from dist_aclgraph.steps.delta import RequestDelta
 
-# Largest allowed relative difference of the seconds. With drafts, also of the replays and the
-# padding.
+# Largest allowed relative difference of the total times. With drafts, it also applies to replays
+# and padding.
 AIM = 0.15
 MAX_NUM_SEQS = 32
 FIRST = Arrival(0.0, 1000, 1)  # a long prompt; all other requests arrive during its first step

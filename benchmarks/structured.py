@@ -144,8 +144,8 @@ def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[st
 def measure_steps(
     npu: Npu, runner: ModelRunner, config: Config, constrained: Sequence[int], steps: int
 ) -> Iterator[tuple[int, list[float]]]:
-    """Measure steps with each number of constrained requests, in turns. For each number, yield the
-    number and the microseconds of its steps.
+    """Measure steps with each number of constrained requests, in turns. For each number, yield this
+    number and the durations of its steps in microseconds.
     """
     each: dict[int, list[float]] = {number: [] for number in constrained}
     for _ in range(ROUNDS):

@@ -49,8 +49,8 @@ WARM_UP_STEPS = 12
 VOCAB = 2048
 MAX_LEN = 256
 # The largest size is large enough for all prompts of a workload, so no prompt is split into chunks.
-# Chunks would depend on the timing, and attention over the chunks of a prompt does not round in the
-# same way as attention over the whole prompt.
+# Chunks would depend on the timing, and attention over chunks rounds differently than attention
+# over the whole prompt.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MODES = "NONE,PIECEWISE,FULL"
 # The stages in which the host queues a step's work. The stage that sends the lengths before a step

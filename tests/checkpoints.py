@@ -230,7 +230,8 @@ GRANITE = {
 }
 # From position 32 on, queries are multiplied with factors that grow with the position.
 GROWING = {**YARN_ROPE, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5}
-# Families without recorded tokens. Tests check each answer by one pass of transformers over it.
+# Families without recorded tokens. Tests check each answer by one pass of transformers over the
+# answer.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {
         "num_hidden_layers": 4,

@@ -115,8 +115,8 @@ def heard_signals() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def npu() -> Any:
-    """The emulated NPU of this process. It admits float32, so that tests can compare results
-    exactly.
+    """The emulated NPU of this process. It is not strict: its operators also accept float32, so
+    that tests can compare results exactly.
 
     A process cannot change the settings of its emulator. Tests that need other settings use
     separate processes.

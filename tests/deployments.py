@@ -103,7 +103,8 @@ def session_starter(config: Config) -> Iterator[ProcessStarter]:
 
 def forked_actor(kind: type, **options: Any) -> Any:
     """Return a class of Ray actors, as ``ray.remote`` does. The session's fork server forks the
-    actors' processes. Without it, each process would import Ray and the test's module again.
+    actors' processes. Without the fork server, each process would import Ray and the test's module
+    again.
     """
     cloudpickle.register_pickle_by_value(sys.modules[kind.__module__])
     command = _starters[-1].command(make_deployment_config("unused")) if _starters else None

@@ -17,8 +17,8 @@ from pathlib import Path
 
 
 def forks() -> ForkServerContext:
-    """Return a multiprocessing context. Its processes are forked from the server. The server is
-    started when the first process is started.
+    """Return a multiprocessing context. The processes that it starts are forked from a server. The
+    server starts together with the first of these processes.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])

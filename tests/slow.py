@@ -24,7 +24,7 @@ def rare(*values: Any) -> Any:
 
 
 def rare_unless(is_kept: Callable[[Any], bool], params: Iterable[Any]) -> list[Any]:
-    """Return the values of a parameter. Those for which ``is_kept`` is false are marked as rare."""
+    """Return a parameter's values. Values for which ``is_kept`` is false are marked as rare."""
     return [value if is_kept(value) else rare(value) for value in params]
 
 

@@ -109,8 +109,8 @@ def calls_in(form: AnswerFormat, text: str) -> list[tuple[str, Any, bool]]:
 
 
 def _decoded(arguments: str) -> Any:
-    """Return the arguments of a call, decoded from JSON. If they are no JSON, return the text
-    itself.
+    """Return the arguments of a call, decoded from JSON. If ``arguments`` is not valid JSON, return
+    it unchanged.
     """
     try:
         return json.loads(arguments)

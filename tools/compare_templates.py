@@ -76,7 +76,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "effort": {"add_generation_prompt": True, "reasoning_effort": "high", "tools": TOOLS},
 }
 TEXTS = ("How warm is it", "First.", "Second.")  # texts in users' messages
-# If a template expects texts but gets a list of parts, it prints one of these texts.
+# If a template expects texts but gets a list of parts, the prompt contains one of these texts.
 PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
 # If a prompt contains the last message twice, transformers leaves LEFT_MARK in the prompt.
 NONE_TEST = re.compile(r"content['\"\])]*\s+is\s+(not\s+)?none", re.IGNORECASE)

@@ -113,8 +113,8 @@ class Node:
     def start(
         self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Start a program in this node. Its working directory is the caller's, and it has a new
-        process group.
+        """Start a program in this node, in the caller's working directory and in a new process
+        group.
 
         The returned process only waits for the program. So to end the program, but not the node,
         send a signal to the process group (``os.killpg``).

@@ -43,8 +43,8 @@ class Pauses {
         if (!is_on_) return;
         const int error = errno;
         std::int64_t due = next_;
-        // If a pause is due, a call pauses with probability 1/3. Otherwise the thread with the most
-        // calls would get all pauses.
+        // If a pause is due, a call pauses with probability 1/3. If every call paused, the thread
+        // with the most calls would get all pauses.
         if (later(0) >= due && random() < 1.0 / 3 && next_.compare_exchange_strong(due, later(2 * gap_s_ * random()))) {
             const double most_s = random() < 0.25 ? 3 * longest_s_ : longest_s_;
             std::this_thread::sleep_for(Seconds(most_s * random()));

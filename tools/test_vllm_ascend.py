@@ -28,8 +28,8 @@ TIMEOUT_S = 1800
 # The caches of compiled graphs are disabled: vllm-ascend is made for torch 2.10, and torch 2.13
 # cannot cache graphs of vllm-ascend's compiler.
 VARIABLES = ("HF_HUB_OFFLINE=1", "TORCHINDUCTOR_AUTOGRAD_CACHE=0", "VLLM_DISABLE_COMPILE_CACHE=1")
-# Metadata like that of installed packages. With it, vLLM finds the plugins of a work tree, and
-# transformers finds the version of torchvision, which is a mock (see PATCH).
+# Metadata as installed packages have it. With this metadata, vLLM finds the plugins of a work tree,
+# and transformers finds the version of torchvision, which is a mock (see PATCH).
 INSTALLED = {
     "vllm_ascend": """[vllm.platform_plugins]
 ascend = vllm_ascend:register
@@ -116,7 +116,7 @@ def generate(llm: Any, params: Any) -> list[list[int]]:
 
 
 def run(command: Sequence[str]) -> list[list[int]]:
-    """Run an engine in another process. Return the tokens that it generates."""
+    """Run an engine in another process. Return the tokens that the engine generates."""
     done = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True
     )

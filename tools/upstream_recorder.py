@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-# If a test has several reports, its outcome is the one that comes last in this list.
+# If a test has several outcomes, the outcome that is last in this list counts.
 OUTCOMES = ("not run", "started", "passed", "skipped", "failed", "error", "hung")
 
 Results = dict[str, tuple[str, str]]  # name of a test -> outcome, text of its error

@@ -1,1 +1,1 @@
-"""What several benches use: deployments, requests, command lines, tables and figures."""
+"""Code that several benches share: deployments, requests, command lines, tables and figures."""

@@ -31,7 +31,7 @@ def chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]
 def mixed_chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]:
     """Return a batch of requests that ask for stories, and further requests that ask questions.
 
-    Whenever the first request has got four more tokens, one question arrives.
+    After every fourth token of the first request, one question arrives.
     """
     later = [
         Arrival(_prompt(tokenizer, question), LATER_TOKENS, at)

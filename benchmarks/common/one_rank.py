@@ -67,7 +67,7 @@ class OneRank:
     """Rank 0 of a group of ``config.parallel.tp`` ranks.
 
     Attributes:
-        npu: the device. Operators on the host use one thread.
+        npu: the device. torch computes on the host with one thread.
     """
 
     def __init__(self, config: Config) -> None:

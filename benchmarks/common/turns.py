@@ -1,5 +1,5 @@
 """Deployments that run at the same time and are measured alternately. So a drift of the machine's
-speed affects all of them equally.
+speed affects all deployments equally.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Turns:
 
     @property
     def circumstances(self) -> dict[str, Any]:
-        """Facts for the results: on which device they were measured, and whether it is emulated."""
+        """Return the device of the measurements, and whether this device is emulated."""
         report = next(iter(self.reports.values()))
         warning = "emulated NPU on the CPU; not an NPU figure; " if report["emulated"] else ""
         return {
@@ -125,7 +125,8 @@ def title(workload: str) -> str:
 
 
 def differing_requests(runs: Iterable[Run], base: Run) -> int:
-    """Return how many requests of ``runs`` got other tokens than the same requests in ``base``.
+    """Return how many requests of ``runs`` have tokens that differ from the same requests in
+    ``base``.
 
     If ``runs`` are further runs with the settings of ``base``, their tokens can differ, too.
     """
@@ -150,8 +151,8 @@ def summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
 
 
 def workload_rows(deployments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each deployment and each workload. The row contains both names and the
-    results.
+    """Yield a row for each deployment and each workload. The row contains the names of deployment
+    and workload, and the results.
     """
     for name, found in deployments.items():
         for workload, row in found["workloads"].items():

@@ -59,8 +59,8 @@ class Run:
         padded_tokens, live_tokens: number of padding tokens, and number of other tokens, in steps
             that replayed a graph.
         num_drafted: how many times the drafts of a request were verified.
-        accepted: [num_drafts], for each position among the drafts: how many times its draft was
-            accepted.
+        accepted: [num_drafts], for each draft position: how many times the draft at this position
+            was accepted.
         expert_tokens: number of tokens that the experts of each rank computed.
         num_reruns: number of steps that were repeated.
         kv_usage: fraction of the KV blocks that were in use when all initial requests had begun to
@@ -101,7 +101,7 @@ class Run:
         return mean_stages(self.timings_us)[0]
 
     def per_step(self, mode: str, what: str) -> float:
-        """Return the count ``what`` per step of a mode, on average; 0 if there is no such count."""
+        """Return the mean of the count ``what`` over a mode's steps; 0 if nothing was counted."""
         counted = self.counted[mode]
         return counted.get(what, 0) / counted["steps"]
 
@@ -118,8 +118,8 @@ def decode_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list
 def mixed_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[Arrival]:
     """Return a batch of requests that decode, and further requests.
 
-    Whenever the first request has got four more tokens, one further request arrives. The further
-    requests have prompts of many lengths and outputs of a few tokens.
+    After every fourth token of the first request, one further request arrives. The further requests
+    have prompts of many lengths and outputs of a few tokens.
     """
     random = np.random.default_rng(batch + 1000)
     later = [

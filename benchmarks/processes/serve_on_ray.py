@@ -103,8 +103,8 @@ def _here(found: PacedDeployment, node_id: str) -> Callable[..., PacedDeployment
 
 
 def _settled(ancestor: int) -> tuple[int, ...]:
-    """Return the processes through which a token passes, when these processes have not changed for
-    ``SETTLED_S``. Serve replaces the HAProxy process when replicas appear.
+    """Wait until the processes through which a token passes have not changed for ``SETTLED_S``, and
+    return them. Serve replaces the HAProxy process when replicas appear.
     """
     found: tuple[int, ...] = ()
     since_s = time.monotonic()

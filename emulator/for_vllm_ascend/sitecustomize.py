@@ -33,7 +33,7 @@ sys.meta_path.insert(0, Mocks())
 
 
 def register() -> None:
-    """Change three parts of vllm-ascend. This runs in each process that loads vllm-ascend's
+    """Change three parts of vllm-ascend. The function runs in each process that loads vllm-ascend's
     plugins.
 
     The import of vllm-ascend's own kernels is tried now, before the model is compiled. It fails,

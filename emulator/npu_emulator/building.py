@@ -28,9 +28,9 @@ OnProgress = Callable[[int, int, str], None]
 
 
 def _build_folder() -> Path:
-    """Return the folder of the built libraries. In a clone of the repository, it is next to the
-    sources, and each release series of torch has its own folder. Otherwise it is in the user's
-    cache, and each installation has its own folder.
+    """Return the folder of the built libraries. In a clone of the repository, the folder is next to
+    the sources, and each release series of torch has its own folder. Without a clone, the folder is
+    in the user's cache, and each installation has its own folder.
     """
     if _IS_CLONE and os.access(SOURCES, os.W_OK):
         return SOURCES / f"build-{torch_series()}"

@@ -42,8 +42,7 @@ def unaligned_operators(device: int | None = None) -> dict[str, int]:
 
 
 def rates() -> dict[str, float]:
-    """Return the rates from which the time model computes a device's times. The keys are their
-    names.
+    """Return the rates from which the time model computes a device's times, by their names.
 
     Raises:
         EmulatorError: the emulator is not loaded.

@@ -21,7 +21,7 @@ def check_installed() -> None:
     """Check that torch and torch_npu are installed.
 
     Raises:
-        EmulatorError: one of them is missing.
+        EmulatorError: torch or torch_npu is missing.
     """
     for name in ("torch", "torch_npu"):
         if not _version(name):

@@ -1,6 +1,6 @@
 // FRACTAL_NZ: a storage format for weights. It divides a matrix into blocks; each block has 16
-// rows, and columns of 32 bytes in total. All blocks below each other are stored one after the
-// other. Within a block, the elements are stored row by row. So a matrix [rows, columns] is stored
+// rows, and columns of 32 bytes in total. The blocks are stored column by column, from top to
+// bottom. Within a block, the elements are stored row by row. So a matrix [rows, columns] is stored
 // as [columns / width, rows / 16, 16, width], where `width` elements have 32 bytes. Zeros fill
 // blocks that the matrix does not fill.
 // Sources: torch_npu, FormatHelper.cpp (InferShapeNDToNZ); document aclnnNpuFormatCast.

@@ -1,4 +1,4 @@
-"""Files of KV blocks at a source, and an engine on another node that fetches them."""
+"""Files of KV blocks at a source, and an engine on another node that fetches these files."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class World:
             reader=reader,
             clock=lambda: self.now_s,
         )
-        # The test uses this address as one that other nodes can reach.
+        # The test treats this address as if other nodes could reach it.
         at_file = self.server.address.file
         self.address = Address("source", at_file, self.server.address.tcp or at_file)
         self.use(self.address)

@@ -58,7 +58,7 @@ class Node:
         assert all(self._tiers.write(name, memoryview(contents(name, 0))) for name in names)
 
     def restart_device(self) -> None:
-        """Abort all work of the device, and make the device ready again, as in a resumption."""
+        """Abort all work of the device, and make the device ready again, as a resumption does."""
         assert not runtime().stop_device(0)
         runtime().restart_device(0)
 

@@ -40,7 +40,7 @@ class ServingRanks:
     client: EngineClient
     ranks: RankProcesses
     address: Address
-    servers: tuple[Address, ...] = ()  # of the file servers on nodes where no engine runs
+    servers: tuple[Address, ...] = ()  # addresses of file servers, on nodes without the engine
 
     def submit(self, name: str, prompt: list[int], params: Any) -> Answer:
         answer = Answer()
@@ -50,8 +50,8 @@ class ServingRanks:
 
 @dataclass(frozen=True)
 class _Captured:
-    """Takes the place of ranks that have captured all graphs of their plan and never change
-    them.
+    """Takes the place of ranks that have captured all graphs of their plan and never change these
+    graphs.
     """
 
     ranks: tuple[WorldRank, ...]

@@ -1,4 +1,4 @@
-"""A supervised service. Its owner and its ingress only wait."""
+"""A supervised service, whose owner and ingress are processes that only wait."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ BODY = {
 
 @dataclass
 class Service:
-    """A service in another process. Its addresses are read from its output."""
+    """A service in another process. The test reads the service's addresses from the output."""
 
     url: str
     ray_address: str

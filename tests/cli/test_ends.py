@@ -24,8 +24,8 @@ def test_a_terminal_that_is_closed_stops_a_service_in_order(npu: object) -> None
     """When a terminal's window is closed or its ssh connection is lost, the service can write no
     output.
 
-    The streams take longer than the time for which requests may go on after a failure (``FAILED_S``
-    of the owner).
+    The streams take longer than ``FAILED_S``, the time after a failure for which the owner lets
+    requests continue.
     """
     with serving("serve.drain_s=300", terminal=in_a_terminal) as service:
         wanted = [stream.text for stream in service.ask_all(400)]

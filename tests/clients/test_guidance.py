@@ -1,4 +1,4 @@
-"""The library guidance uses its class for vLLM to send grammars, and answers follow these
+"""The library ``guidance`` sends grammars with its class for vLLM, and answers follow these
 grammars.
 """
 

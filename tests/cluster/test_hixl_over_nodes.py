@@ -67,7 +67,7 @@ def prompts_from(first: int, count: int) -> list[list[int]]:
     ("model", "drafts"), [("tiny-qwen3", 0), ("tiny-deepseek", 1), ("tiny-qwen3.5", 0)]
 )
 def test_answers_are_those_of_one_node(nodes: Nodes, model: str, drafts: int) -> None:
-    """The models have keys and values, latents with drafts, and recurrent states."""
+    """One model has keys and values, one has latents and drafts, and one has recurrent states."""
     prompts = prompts_from(0, 4)
     changes = {"model": f"models/{model}", "speculative.num_tokens": drafts}
     with service(nodes, {**SETTINGS, **changes}) as (where, client):

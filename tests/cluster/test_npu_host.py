@@ -1,7 +1,7 @@
 """Commands run on a simulated host with NPUs. It has the device files, a driver and CANN.
 
-A mount namespace simulates the host. Only CANN's libraries are replaced by the emulator's; all
-other code runs as on real NPUs.
+A mount namespace simulates the host. Only CANN's libraries are replaced, by the libraries of the
+emulator; all other code runs as on real NPUs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Two groups, each over two nodes. One computes prompts. The other fetches the KV of these prompts
-on both of its nodes.
+"""Two groups, each over two nodes. The first group computes prompts. Both nodes of the second group
+fetch the KV of these prompts.
 """
 
 from __future__ import annotations

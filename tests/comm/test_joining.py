@@ -24,8 +24,8 @@ open_npu(config.device, 0)
 
 
 def run_ranks(code: str, count: int, folder: Path) -> list[str]:
-    """Run code in one process per rank; the variable ``RANK`` is its rank. Return each process's
-    output.
+    """Run code in one process per rank; the variable ``RANK`` contains the rank. Return each
+    process's output.
     """
     outs = [folder / f"out{rank}" for rank in range(count)]
     processes = []

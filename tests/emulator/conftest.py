@@ -58,8 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Script:
-    """A running program. Its process is forked, unless the test is about imports or about the exit
-    of a process.
+    """A running program. Its process is forked. Only in tests of imports and of process exits, it
+    is started.
 
     If a node is given, the program is not forked, but started in the network namespace of this
     node.
@@ -126,8 +126,8 @@ class Script:
 def run_script(tmp_path_factory) -> Callable[..., tuple[int, str]]:
     """Run code in a separate process and return (exit status, output).
 
-    Unless ``fresh`` is set, the process is forked from a process that has already imported all
-    packages.
+    The process is forked from a process that has already imported all packages. If ``fresh`` is
+    set, the process is not forked, but started.
     """
 
     def run(

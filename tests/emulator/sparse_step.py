@@ -1,5 +1,5 @@
-"""A step of sparse latent attention: requests in a paged cache, and calls of its two operators,
-which choose keys and attend to them.
+"""A step of sparse latent attention: requests in a paged cache, and calls of the two operators that
+choose keys and attend to these keys.
 """
 
 import torch

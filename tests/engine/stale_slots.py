@@ -1,5 +1,5 @@
 """Writes NaN into the slots of recurrent states that no request may read. So tests notice if a
-request reads one of them.
+request reads such a slot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def poison_stale_slots(runner: ModelRunner, scheduler: Scheduler) -> None:
     slots, checkpoints, npu = states._slots, rank.pool.checkpoints, runner._npu
     rows = np.array([request.row for request in rank.running], np.int32)
     used = [*checkpoints._stored.values(), *checkpoints._begun.values()]
-    # The valid state of a row is in its first slot, unless drafts of the row were accepted.
+    # The valid state of a row is in its first slot if no draft of the row was accepted.
     kept = [slots.bases(rows), slots.checkpoints(np.array(used, np.int32))]
     is_kept = torch.zeros(slots.count, dtype=torch.bool, device=npu.device)
     is_kept.index_fill_(0, npu.upload(np.concatenate(kept).astype(np.int64)), True)

@@ -1,4 +1,4 @@
-"""Each format reads the answers of its model family, however their text is divided into tokens, and
+"""Each format reads the answers of its model family, however the text is divided into tokens, and
 loses no text.
 """
 

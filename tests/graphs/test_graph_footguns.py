@@ -66,7 +66,7 @@ def test_changed_weights_are_seen_by_the_next_replay(decoder: AttentionDecoder) 
     graph, rows = decoder.capture(1), make_rows(1)
     before = decoder.replay(graph, rows)
 
-    decoder._table.mul_(2.0)  # in place, so the graph reads the new values at the same address
+    decoder._table.mul_(2.0)  # the table is changed in place, so the graph reads the new values
 
     assert not torch.equal(decoder.replay(graph, rows), before)
 

@@ -31,7 +31,7 @@ def draw_array(data: st.DataObject, *shape: int) -> IntArray:
 
 
 def draw_step(data: st.DataObject, most: int, last: HostStep) -> HostStep:
-    """Draw a step of at most ``most`` requests. Some of its arrays can be those of ``last``."""
+    """Draw a step of at most ``most`` requests. Some of its arrays can be arrays of ``last``."""
     goes_on = data.draw(st.booleans()) and 0 < len(last.token_ids) <= most
     n = len(last.token_ids) if goes_on else data.draw(st.integers(1, most))
     fresh: dict[str, Any] = {name: draw_array(data, n) for name in COLUMNS}

@@ -451,7 +451,9 @@ def test_all_files_for_kubernetes_name_the_same_secret_and_the_same_redis() -> N
 
 @pytest.fixture
 def hook(tmp_path: Path) -> Path:
-    """Return the path of a copy of drain.sh. Its ``ray`` only prints its arguments."""
+    """Return the path of a copy of drain.sh. The copy calls a fake ``ray``, which prints its
+    arguments.
+    """
     ray = tmp_path / ".venv" / "bin" / "ray"
     ray.parent.mkdir(parents=True)
     ray.write_text('#!/bin/sh\necho "$1 $2 $3"\n')

@@ -1,5 +1,5 @@
-"""Rules for container images: a change of our sources does not download packages again, and nothing
-runs as root.
+"""Rules for container images: after a change of our sources, packages are not downloaded again; and
+nothing runs as root.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ LOADS = {
 
 
 def run(code: str, folder: Path, version: str) -> subprocess.CompletedProcess[str]:
-    """Run code with a fake torch. Its ``version.py`` contains ``version``, and it prints a line
-    when it is imported.
+    """Run code with a fake torch. The file ``version.py`` of this torch contains ``version``. The
+    import of this torch prints a line.
     """
     torch = folder / "torch"
     torch.mkdir()

@@ -29,13 +29,13 @@ def remember(
     recorded: str = "",
     **overrides: Any,
 ) -> Any:
-    """Return a function that returns the reference of an architecture. It makes each reference only
-    once.
+    """Return a function that returns the reference of an architecture. The function makes each
+    reference only once.
 
     Args:
         lengths: lengths of the prompts.
-        recorded: the part of the recorded tokens (see ``recorded.py``) to use. If it is "",
-            transformers generates the tokens, which takes a minute for long prompts.
+        recorded: the part of the recorded tokens (see ``recorded.py``) to use. If ``recorded`` is
+            "", transformers generates the tokens, which takes a minute for long prompts.
         overrides: settings of the model that replace the usual settings.
     """
     known: dict[str, Reference] = {}

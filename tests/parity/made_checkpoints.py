@@ -67,7 +67,8 @@ class Made:
 
     Attributes:
         sizes: settings of the model in transformers, which determine the shapes of its weights.
-        keys: keys of config.json that replace those of transformers; rope_parameters is removed.
+        keys: keys of config.json that replace the keys that transformers wrote; rope_parameters is
+            removed.
         quantised: INT4, INT8, or, for FP8 weights, the type of their scales. None means float
             weights.
         deployment: keys of the deployment's configuration.

@@ -1,8 +1,8 @@
 """Recorded tokens of transformers for the parity tests.
 
 ``python -m tests.parity.recorded`` records all tokens again; with names of architectures as
-arguments, it records only their tokens. ``test_recorded.py`` checks the recorded tokens: it
-generates them again with transformers.
+arguments, only the tokens of these architectures. ``test_recorded.py`` generates the tokens again
+with transformers, and compares them with the recorded tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LONG_CONTEXT = 1024
 NUM_TOKENS = 64
 FILE = Path(__file__).parents[1] / "data" / "transformers_tokens.json"
 # For each part of the file of recorded tokens: the lengths of its prompts, and settings that
-# replace those of the models.
+# replace the usual settings of the models.
 PARTS = {
     "short": (LENGTHS, {}),
     "long": (LONG_LENGTHS, {"max_position_embeddings": LONG_CONTEXT}),

@@ -14,8 +14,7 @@ from tests.parity.conftest import Reference
 
 
 def assert_best_but_for_rounding(reference: Reference, answers: list[list[int]]) -> None:
-    """Assert that the exact log-probability of each token is close to that of the most probable
-    token.
+    """Assert that the exact log-probability of each token is close to the largest log-probability.
 
     The tolerance is three times the largest error of transformers' log-probabilities in bfloat16,
     plus 0.02.

@@ -141,8 +141,8 @@ def test_replay_goes_far_beyond_the_captured_kv_length(references: Any, architec
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "forms_agree"),
-    # Latent attention has two forms, whose results are not rounded in the same way. The other
-    # requests of the step decide which form computes a request.
+    # Latent attention has two forms, which round results differently. The other requests of the
+    # step decide which form computes a request.
     [
         ("Qwen3ForCausalLM", True),
         ("DeepseekV3ForCausalLM", False),

@@ -38,7 +38,7 @@ def expected(model: Any, prompt: list[int], settings: dict[str, Any]) -> list[in
 
 
 def settings_for(free: list[int]) -> list[dict[str, Any]]:
-    """Return several settings. Each of them changes ``free``, the answer without settings."""
+    """Return several settings. ``free`` is the answer without settings; each setting changes it."""
     pair = [tuple(free[i : i + 2]) for i in (1, 4)]
     return [
         {"bad_word_ids": (tuple(free[2:5]), *pair)},

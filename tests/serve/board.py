@@ -18,7 +18,7 @@ GRAFANA = Path(__file__).parents[2] / "cluster" / "grafana"
 
 BOARDS = ("dashboard.json", "operators.json")
 # Labels of metrics that other programs make: Prometheus and npu-exporter. prometheus.yml adds the
-# label "node" to those of npu-exporter.
+# label "node" to the metrics of npu-exporter.
 OTHERS = {
     "up": {"job", "instance"},
     "npu_chip_info_health_status": {"id", "node"},

@@ -15,7 +15,7 @@ from tests.serve.scrape import Path
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SHOWN_MS = 60_000
-NOTHING = "\u2013"  # the page shows this in place of a missing sample
+NOTHING = "\u2013"  # the page shows this text in place of a missing sample
 
 # Computes, for every visible text, the contrast to its background by the definition of WCAG 2.
 FAINT_TEXTS = """() => {
@@ -90,7 +90,7 @@ class StatusPage:
 
     def wait_for(self, expression: str) -> None:
         """Wait until a JavaScript expression is true. The page's CSP forbids playwright's own
-        function for this.
+        function for such a wait.
         """
         deadline_s = time.monotonic() + SHOWN_MS / 1000
         while not self.tab.evaluate(expression):

@@ -207,7 +207,7 @@ class FakeEngine:
         return self._stopping.is_set()
 
     def close(self) -> None:
-        """End the engine. Clients notice this at once, as they notice the death of a process."""
+        """End the engine. Clients notice the end at once, as they notice the death of a process."""
         if self.is_closed:
             return
         self._stopping.set()

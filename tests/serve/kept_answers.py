@@ -132,7 +132,7 @@ class Service:
 
     @contextmanager
     def stopped_after(self, count: int) -> Iterator[None]:
-        """Stop the engine after ``count`` more tokens. It goes on when the context ends."""
+        """Stop the engine after ``count`` more tokens. The engine goes on when the context ends."""
         self.engine.token_limit = self.engine.metrics["generation_tokens"] + count
         try:
             until(

@@ -49,9 +49,9 @@ def split_byte_level() -> Tokenizer:
 
 
 def byte_fallback(*, strips: bool = True) -> Tokenizer:
-    """Return a BPE tokenizer like those that are converted from SentencePiece. If ``strips``, it
-    removes the first space of a text, like that of Llama 2; otherwise, it keeps the space, like
-    that of Gemma.
+    """Return a BPE tokenizer with the steps of tokenizers that are converted from SentencePiece. If
+    ``strips``, the tokenizer removes the first space of a text, as Llama 2's tokenizer does.
+    Otherwise, it keeps the space, as Gemma's tokenizer does.
     """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     steps: list[Any] = [normalizers.Prepend(SPACES)] if strips else []
@@ -69,8 +69,8 @@ def byte_fallback(*, strips: bool = True) -> Tokenizer:
 
 
 def unigram(*, has_bytes: bool = False) -> Tokenizer:
-    """Return a unigram tokenizer. If ``has_bytes``, it has byte tokens, like those of LLMs;
-    otherwise, it has none, like those of T5 and XLNet.
+    """Return a unigram tokenizer. If ``has_bytes``, the tokenizer has byte tokens, as the
+    tokenizers of LLMs have. Otherwise, it has no byte tokens, like the tokenizers of T5 and XLNet.
     """
     pieces = [(token, 0.0) for token in CONTROLS]
     pieces += [(byte, 0.0) for byte in BYTES] if has_bytes else []

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dist_aclgraph.text.chat_template import ChatTemplate
 from dist_aclgraph.text.child_process import ChildProcess
 
-_idle: list[ChildProcess] = []  # at most one; ends with the process of the tests
+_idle: list[ChildProcess] = []  # at most one process; it ends with the test process
 
 
 def make_template(source: str, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate:

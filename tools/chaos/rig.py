@@ -30,7 +30,7 @@ from tools.namespaces import Node
 
 ANSWERS_S = 300.0  # seconds in which all answers must end after a strike
 RECOVERY_S = 240.0
-KNOWN_S = 90.0  # seconds in which a fault must be noticed, and in which an armed fault must happen
+KNOWN_S = 90.0  # seconds until an armed fault must have happened, and then until it is noticed
 SETTLE_S = 30.0
 ASK_S = 0.5  # seconds between two questions to Ray; each question starts a process
 FULL_S = 20.0  # seconds for which the disk stays full

@@ -60,7 +60,7 @@ class Place(Protocol):
 
     def memories(self) -> Iterator[tuple[Path, Callable[[], set[int]]]]:
         """For each host, yield the folder of its shared memory, and a function that returns the ids
-        of the host's living processes. The ids are those in the host's own PID namespace.
+        of the host's living processes. The ids are the ids in the host's own PID namespace.
         """
 
     def temporary(self, folder: Path) -> list[Path]:
@@ -268,7 +268,9 @@ class Service:
         new.rename(self.fault_file)
 
     def disarm(self) -> bool:
-        """Disarm the fault. Return whether the fault had not happened yet."""
+        """Disarm the fault. Return True if it was still armed, and False if it had happened
+        already.
+        """
         try:
             self.fault_file.unlink()
         except FileNotFoundError:

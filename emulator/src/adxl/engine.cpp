@@ -150,8 +150,8 @@ public:
   }
 
   // Closes the link to an engine. A new link to the same engine is made only after the old link has
-  // ended all its accesses to memory. If the argument `only` is given, a link with another channel
-  // stays open.
+  // ended all its accesses to memory. If the argument `only` is given, the link is closed only if
+  // it uses this channel.
   void disconnect(const std::string &remote, int timeout_ms, const Channel *only = nullptr) {
     check_context();
     std::shared_ptr<Channel> channel;

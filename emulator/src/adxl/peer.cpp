@@ -235,7 +235,7 @@ Status Peer::leave(int timeout_ms) const {
   auto end = Clock::now() + std::chrono::milliseconds(timeout_ms);
   shutdown(socket_.get(), SHUT_WR);
   char byte;
-  // If the peer has died, the link has also ended, so this is a success.
+  // If the peer has died, the link has also ended, so the status is SUCCESS.
   return receive_all(socket_.get(), &byte, 1, end) == Step::Late ? TIMEOUT : SUCCESS;
 }
 

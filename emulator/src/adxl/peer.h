@@ -51,8 +51,8 @@ struct Identity {
   int32_t pid, device;  // the physical device
   uint32_t roce;        // HCCL_INTRA_ROCE_ENABLE=1
   uint32_t num_ranges;  // a server sends its ranges after this structure
-  // The peer reads the secret at this address in this process's memory. If it finds these bytes, it
-  // accesses the right process.
+  // The peer reads the secret at this address in this process's memory. If the peer finds the
+  // secret there, it accesses the right process.
   uint64_t secret_address;
   uint8_t secret[16];
 };

@@ -75,7 +75,7 @@ struct Overlap {
 size_t of_others(const Comm &c, size_t bytes) { return bytes - bytes / c->ranks; }
 
 // Returns how many bytes are really sent. With modelled time, floats are not sent, because kernels
-// did not compute them. The same is true for int8 values, which are quantised floats.
+// did not compute them. Int8 values, which are quantised floats, are not sent either.
 size_t travelling(size_t bytes, HcclDataType type) {
   bool is_computed = type == HCCL_DATA_TYPE_INT8 || type == HCCL_DATA_TYPE_FP16 || type == HCCL_DATA_TYPE_BFP16 ||
                   type == HCCL_DATA_TYPE_FP32 || type == HCCL_DATA_TYPE_FP64;

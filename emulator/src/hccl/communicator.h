@@ -67,8 +67,8 @@ public:
   // that all ranks run the same call. Then slot(r) contains the bytes of rank r until the next
   // operation.
   void exchange_small(const Call &call, const void *data, size_t bytes);
-  // Does the same as exchange_small, but with at most kAreaBytes bytes. While `consume()` runs,
-  // area(r) contains the bytes of rank r.
+  // Publishes up to kAreaBytes bytes of this rank, and then waits and checks like exchange_small.
+  // While `consume()` runs, area(r) contains the bytes of rank r.
   template <class Consume>
   void exchange_chunk(const Call &call, const void *data, size_t bytes, Consume consume) {
     exchange(call, areas_, data, bytes);

@@ -1,5 +1,4 @@
-// TCP sockets. The address to listen at is chosen in the same way as in HCCL, and all waits are
-// limited.
+// TCP sockets. HCCL's rules choose the address to listen at. All waits are limited.
 #pragma once
 
 #include "hccl/patience.h"

@@ -112,8 +112,8 @@ private:
   const Attention &a;
   const Sequence &s;
   int64_t kv_head, group;
-  // Values after the last key have weight zero, but they matter if they are not finite: this is
-  // what they add to the result. Null if all these values are finite.
+  // What the values after the last key add to the result. Their weight is zero, but zero times NaN
+  // or infinity is NaN. Null if all these values are finite.
   const float *tail = nullptr;
 
   int64_t page_of(int64_t token) const {

@@ -212,7 +212,8 @@ void FiaArguments::check_pages() const {
            " must be a multiple of 16 and at most 512");
   must(table.size(0) >= batch(), "block_table has ", table.size(0), " rows for ", batch(),
        " sequences");
-  // The operator's tiling compares both numbers. A sequence that is padding has no query rows.
+  // The operator's tiling compares the numbers of rows and of sequences. A sequence that is padding
+  // has no query rows.
   if (tnd())
     should(table.size(0) == batch(), "block_table has ", table.size(0), " rows for ", batch(),
            " sequences: with TND actual_seq_lengths needs an entry for each row");

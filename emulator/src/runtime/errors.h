@@ -20,8 +20,8 @@ struct DeviceFailure {
 
   bool set(aclError new_code, std::string text);  // false: there is an earlier error, which is kept
   aclError report();                              // 0, or the code with the message set
-  // Does the same as report() at the end of a wait. `aborts_before` is the number of aborts when
-  // the wait began; if there was another abort since then, the wait fails, too.
+  // To be called at the end of a wait. Returns the error of report(), or an error if work was
+  // aborted during the wait. `aborts_before` is the number of aborts when the wait began.
   aclError report_since(uint32_t aborts_before);
 
   void begin_abort();  // replaces any existing error

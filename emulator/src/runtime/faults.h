@@ -19,8 +19,8 @@ aclError fault_in_capture(const char *name, int device);
 // fault makes the call stall, this function waits for the full time of the stall.
 EMU_SHARED aclError fault_in_call(const char *name, int device);
 
-// Does the same as fault_in_call, for a call that reports errors in its own way. Returns the text
-// of the fault, or "". A stall ends as soon as `is_over` returns true.
+// Like fault_in_call, but for a call that reports errors as text. Returns the text of the fault, or
+// "". A stall ends as soon as `is_over` returns true.
 EMU_SHARED std::string planted_fault(const char *name, int device,
                                      const std::function<bool()> &is_over);
 

@@ -1,5 +1,5 @@
-"""Workers are forked from one server process. If forking is impossible, they start as Ray starts
-them.
+"""Workers are forked from one server process. If forking is impossible, Ray starts the workers as
+usual.
 """
 
 from __future__ import annotations
@@ -338,8 +338,8 @@ def test_a_client_that_no_longer_waits_gets_no_forked_process(tmp_path: Path) ->
             client.sendall(json.dumps(request).encode())
         os.kill(server.address.pid, signal.SIGCONT)
 
-        # The server answers requests in order. If it still started the program of the client that
-        # left, that program would start before this one.
+        # The server answers requests in order. If the server wrongly started the program of the
+        # client that left, that program would start before the program of this request.
         starter.run()
 
         assert (tmp_path / "late").read_bytes() == b""

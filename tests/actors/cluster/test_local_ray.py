@@ -99,8 +99,8 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 @contextmanager
 def running(script: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """Run ``script`` as a driver. Yield its process and the addresses that it has printed. At the
-    end, kill all its descendants.
+    """Run ``script`` as a driver. Yield the driver's process, and the addresses that the script has
+    printed. At the end, kill all descendants of the driver.
     """
     driver = start(script, *arguments)
     try:

@@ -49,8 +49,8 @@ clusters = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(lambda npus: 
 def place(
     request: BundleRequest, nodes: list[Node], groups: int, draw: st.DrawFn
 ) -> list[list[Landed]] | None:
-    """Draw a placement that Ray can choose. It uses any nodes with enough free NPUs, and any of
-    their free NPUs.
+    """Draw a placement that Ray can choose. The placement uses any nodes with enough free NPUs, and
+    any free NPUs of these nodes.
 
     With STRICT_PACK, a group is on one node. Return None if no node has enough free NPUs for a
     bundle.

@@ -32,7 +32,7 @@ class CalledError(Exception):
 
 @dataclass
 class JoinedRanks:
-    """Ranks that have joined their group. Each call of them raises ``CalledError``."""
+    """Ranks that have joined their group. Each call of their methods raises ``CalledError``."""
 
     infos: list[WorkerInfo]
     is_emulated: bool

@@ -1,4 +1,4 @@
-"""If a process ends without removing its folders, they are removed later."""
+"""If a process ends without removing its folders, another process removes the folders later."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class ScaledGroups(Groups):
         self.start()
 
     def upkeep(self) -> Upkeep:
-        """Return an Upkeep to which all groups report a high load. Each change that it begins ends
-        at once.
+        """Return an Upkeep to which all groups report a high load. Each change of the groups that
+        this Upkeep begins ends at once.
         """
 
         def begin(work: Callable[[], None]) -> BegunChange:

@@ -1,4 +1,4 @@
-"""The states of one lockstep group, and the facts that clients get about it."""
+"""The states of one lockstep group, and the facts that clients get about this group."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ WORK_S = 1.0
 
 
 class Controller:
-    """A controller that starts for a while. Each report of its progress comes after a delay."""
+    """A controller whose start takes a while. Each of its reports comes after a delay."""
 
     def __init__(self, answer_s: float) -> None:
         self._answer_s = answer_s

@@ -36,8 +36,8 @@ def running(error: Exception, monkeypatch: pytest.MonkeyPatch) -> RayDeployment:
 def test_a_controller_that_does_not_answer_is_not_the_end(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the controller is dead, its keeper starts another controller. If Ray is dead, the regular
-    check of Ray finds this.
+    """If the controller is dead, the deployment starts another controller. If Ray is dead, the
+    regular check of Ray notices the death.
     """
     service = running(error, monkeypatch)
 

@@ -342,8 +342,8 @@ def reads_blocks(message: RankPlan | BlockCopyJobs) -> bool:
 
 
 class FailingCopies:
-    """Copy jobs during which a device fails. The failure comes when no step runs, but before the
-    last tokens are delivered.
+    """Copy jobs during which a device fails. The failure comes while no step runs. At this time,
+    the last tokens are not delivered yet.
     """
 
     is_busy = has_failed = False

@@ -195,7 +195,7 @@ def test_a_graph_of_the_plan_never_makes_room_for_a_lazy_one() -> None:
     serving = Serving(FakeRanks(), make_plan(32), lazy=make_lazy())
     plan = make_plan(16, 32, version=2)
     for _ in range(STEPS_BETWEEN):
-        serving.dispatcher.dispatch(12, 12, 1)  # so often that a lazy graph of 16 tokens is due
+        serving.dispatcher.dispatch(12, 12, 1)  # repeated until a lazy graph of 16 tokens is due
     serving.changes.change_plan(plan, (Capture(decode_graph(16)),))
 
     for batch in (12, 5):

@@ -19,7 +19,7 @@ from tests.slow import rare, slow
 
 STREAMS, TOKENS, ANSWER_S = 16, 40, 120.0
 UNCHANGED = ("prompt_tokens", "prefix_cache_queries", "num_preemptions", "generation_tokens")
-# Number of an operator's call that comes after the start, while the requests run.
+# Number of a call of the operator. This call comes after the start, while the requests run.
 MIDDLE = 300
 
 

@@ -40,7 +40,7 @@ class FakeLink:
 
 @dataclass
 class World:
-    """A client's table of three groups. One of them is the prefill group."""
+    """A client's table of three groups. One group is the prefill group."""
 
     sent: list[tuple[str, Submit]] = field(default_factory=list)
     told: list[RequestDelta] = field(default_factory=list)

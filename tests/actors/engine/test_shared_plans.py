@@ -1,5 +1,5 @@
-"""All groups use the same plan. If a group has captured graphs that this plan does not contain, it
-releases them.
+"""All groups use the same plan. If a group has captured graphs that this plan does not contain, the
+group releases these graphs.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Rank:
         (self._path,) = own.iterdir()
 
     def run(self, *plans: RankPlan) -> Rank:
-        """Record the step of each plan in ``plans``, from its begin to its end."""
+        """Record the step of each plan in ``plans``, from its beginning to its end."""
         for plan in plans:
             self.begin(plan)
             self.recorder.lap("read")

@@ -1,4 +1,4 @@
-"""Subscribers get numbered messages, and can request a message again if they missed it."""
+"""Subscribers get numbered messages, and can request missed messages."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def configure(
 
 @dataclass
 class Pair:
-    """A group that computes prompts, and a group on another node that generates their answers.
+    """A group that computes prompts, and a group on another node that generates the answers.
 
     Attributes:
         wanted: the output tokens of all prompts, computed by the first group alone.

@@ -1,5 +1,5 @@
-"""If several nodes have the same files, a reader uses a node that serves few of its fetches, and no
-silent node.
+"""If several nodes have the same files, a reader chooses the node that serves the fewest of the
+reader's fetches, and never chooses a silent node.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Node:
 
 
 class World:
-    """The nodes "a" to "d". Some of them form a source."""
+    """The nodes "a" to "d". Some of these nodes form a source."""
 
     def __init__(self, folder: Path) -> None:
         self.now_s = 100.0
@@ -295,9 +295,7 @@ def test_a_worker_fetches_what_its_node_lacks(world: World) -> None:
 def test_fetched_blocks_of_a_long_prompt_are_deleted_before_the_blocks_of_its_beginning(
     world: World,
 ) -> None:
-    """The blocks at the prompt's end are recorded as used earlier than the blocks at its
-    beginning.
-    """
+    """Blocks at the prompt's end get an earlier time of use than blocks at its beginning."""
     source, first = world.source(HALVES, "ab"), 1000
     world.nodes["b"].write(HALVES[1])
     files, began_s = world.node_files("d", HALVES[1:]), time.time()
@@ -339,8 +337,8 @@ def test_a_worker_sends_files_of_its_node(world: World) -> None:
 def test_nothing_is_fetched_from_a_group_whose_nodes_have_different_files_of_the_model(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fetched KV might be computed with other weights than this group's, and later prompts
-    would use this KV.
+    """The fetched KV might come from other weights than the weights of this group, and later
+    prompts would use this wrong KV.
     """
     at = world.source(HALVES, "ab").addresses
     servers = [NodeServer(at[0], "old weights"), NodeServer(at[1], "new weights")]
@@ -355,8 +353,8 @@ def test_nothing_is_fetched_from_a_group_whose_nodes_have_different_files_of_the
 def test_a_worker_that_joins_another_group_keeps_no_threads(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: bool
 ) -> None:
-    """The file server's threads end, even if it could not start because no port is free on the
-    node.
+    """The file server's threads end. This is also tested for a server that found no free port on
+    the node.
     """
     node, others = world.nodes["d"], set(threading.enumerate())
 

@@ -1,4 +1,4 @@
-"""Random stream budgets, with both ways in which the emulator counts streams; see
+"""Plans for random stream budgets, with both values of the emulator's setting ``accounting``; see
 ``random_budgets.py``.
 """
 

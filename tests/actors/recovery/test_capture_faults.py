@@ -130,7 +130,8 @@ def fail_to_start(config: Config) -> tuple[WorkerError, float, float]:
     """Return the error of a failed start, the seconds from the first capture to the error, and the
     seconds from the start to the error.
 
-    The first of these times can be too short, because the report that captures begin can come late.
+    The first of these times can be too short, because the report about the first capture can come
+    late.
     """
     start_s = began_s = time.monotonic()
 

@@ -1,5 +1,5 @@
-"""When the deployment may restart no more groups, its error names the limit of restarts once, and
-the last failure.
+"""When the limit of restarts is reached, the deployment's error names this limit once, and also
+names the last failure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LIMIT = "recovery.restarts_per_hour allows 2"
 
 
 class Recovery:
-    """A deployment with one group, which is lost at once whenever it serves."""
+    """A deployment with one group. Each time the group serves, it is lost at once."""
 
     def __init__(self, *, comes_up: bool) -> None:
         config = load_config(CONFIG, {"recovery.restarts_per_hour": 2})

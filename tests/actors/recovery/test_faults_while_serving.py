@@ -34,8 +34,8 @@ from tests.slow import rare, slow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
-# A request has so many tokens that it still runs if the test stalls for a second before it kills a
-# process. If one group has ended its requests before another group has begun, the test sends all
+# A request has so many tokens that the request still runs if the test stalls for a second before
+# the kill. If one group has ended its requests before another group has begun, the test sends all
 # requests again.
 LONG, TRIES = 900, 10
 # A failed group is neither resumed nor replaced, so requests end when no group is left.

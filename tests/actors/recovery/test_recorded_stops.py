@@ -166,8 +166,8 @@ def test_a_stalled_device_is_named_with_its_layer_and_collective(
         sentences: list[str] = []
 
         def is_explained() -> bool:
-            # Only a message makes a rank record how far its device is. So send a message to each
-            # rank.
+            # A rank records the progress of its device only when a message arrives. So the test
+            # sends a message to each rank.
             for worker in service.ranks.workers:
                 worker.send(("ping", ()))  # like the controller's heartbeat
             found = explained(tmp_path)

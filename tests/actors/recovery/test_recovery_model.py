@@ -60,7 +60,7 @@ class Groups:
     comes_up: bool = True
     started: int = 0
     is_changing: bool = False
-    restart_ages_s: tuple[float, ...] = ()  # ages of the restarts, as last sent to the engines
+    restart_ages_s: tuple[float, ...] = ()  # ages that were last sent to the engines
 
     def __post_init__(self) -> None:
         for _ in range(self.num_wanted):

@@ -84,7 +84,7 @@ def test_survivors_of_a_killed_worker_go_on_with_all_streams(
 
 @pytest.mark.slow
 def test_all_workers_survive_their_engine_and_then_a_group_is_built_anew(checkpoint: Path) -> None:
-    """If a group of survivors dies soon after its start, its survivors are not used again."""
+    """If a group of survivors is lost soon after its start, none of its workers is used again."""
     config = make_deployment_config(checkpoint, parallel={"tp": 2})
     with serving(config) as service:
         wanted = tokens_of(ANSWER_S, submit_all(service, "sound"))

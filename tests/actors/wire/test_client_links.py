@@ -128,7 +128,7 @@ def test_a_client_that_is_held_for_a_while_misses_no_delta(
     wait_until(lambda: group.scheduler.num_requests == 60, "not all requests are there")
     reader.hold()
 
-    # Wait until the engine has sent all deltas. The client reads none of them meanwhile.
+    # Wait until the engine has sent all deltas. The client reads no delta during this wait.
     deadline_s = time.monotonic() + 120
     while not owns_nothing(group):
         assert time.monotonic() < deadline_s

@@ -169,7 +169,7 @@ def test_an_actor_that_nobody_asks_ends_itself(keep: Any, monkeypatch: pytest.Mo
     asks, goes_on = spawn.Event(), spawn.Event()
     asks.set()
     actor = spawn.Process(target=keep, args=(asks, goes_on), daemon=True)
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path, for sockets in it
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short, as sockets need
         monkeypatch.setenv("TMPDIR", folder)
         actor.start()
         assert goes_on.wait(120)

@@ -1,4 +1,4 @@
-"""The engine counts the workers on other nodes that are connected to it."""
+"""The engine counts the connected workers on other nodes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A communicator cannot be destroyed while a call uses it. If it is destroyed while ranks wait in
-it, the waits end. Counters show whether graphs or tasks still used a destroyed communicator.
+"""A communicator cannot be destroyed while a call uses it. If a communicator is destroyed while
+tasks of ranks wait in it, the waits end. Counters show whether graphs or tasks still used a
+destroyed communicator.
 """
 
 import re

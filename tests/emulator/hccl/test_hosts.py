@@ -92,8 +92,8 @@ def test_all_results_have_the_same_bytes_on_one_and_on_several_hosts(run_ranks):
 
 
 def test_strangers_at_the_door_are_shut_out_and_nobody_waits_for_them(run_ranks):
-    """The root limits the number of simultaneous connections. Before rank 1 joins, it opens more
-    connections than this limit, without sending the secret.
+    """The root limits the number of simultaneous connections. Rank 1 first opens more connections
+    than this limit, without sending the secret. Then rank 1 joins.
     """
     root, other = free_ports(2)
     results = run_ranks(

@@ -52,8 +52,7 @@ def on_device(options):
 
 
 def expected(rule, inputs, rows, state):
-    """Return transformers' results for the tokens in ``rows``, and the state after the last of
-    them.
+    """Return transformers' results for the tokens in ``rows``, and the state after the last token.
 
     States are [.., keys, values], in the type of the inputs or in float32.
     """
@@ -67,8 +66,8 @@ def expected(rule, inputs, rows, state):
 
 
 def recurrent(inputs, states, lengths, slots, accepted, **changes):
-    """Run the operator on valid arguments, some of them replaced by ``changes``; return results and
-    states.
+    """Run the operator on valid arguments, except that ``changes`` replaces some arguments; return
+    results and states.
     """
     options = inputs | {
         "state": states,

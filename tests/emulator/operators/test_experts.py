@@ -23,8 +23,8 @@ def done() -> dict:
 
 @pytest.fixture
 def results(done, run_ranks):
-    """Return a function that returns what the ranks of a layout printed; it runs the script once
-    per layout.
+    """Return a function that returns what the ranks of a layout printed. The function runs the
+    script once per layout.
     """
 
     def of(layout, *algorithm, **settings):

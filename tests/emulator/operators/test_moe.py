@@ -1,5 +1,5 @@
-"""Operators of mixture-of-experts layers are compared with plain torch. They refuse arguments that
-their documents exclude.
+"""Operators of mixture-of-experts layers are compared with plain torch. The operators refuse
+arguments that their documents exclude.
 """
 
 import pytest

@@ -2,10 +2,10 @@
 refused.
 
 For each operator and type, `data/operator_samples.json` records whether the results were equal. If
-samples were refused, it also records whether operators of CANN or torch_npu itself refused them.
-The test tries one sample of every fourth operator. With the hypothesis profile "full", it tries
-many samples of all operators. `python tests/emulator/operators/test_operator_samples.py` writes the
-file anew.
+samples were refused, the file also records whether operators of CANN or torch_npu itself refused
+them. The test tries one sample of every fourth operator. With the hypothesis profile "full", it
+tries many samples of all operators. `python tests/emulator/operators/test_operator_samples.py`
+writes the file anew.
 """
 
 import json
@@ -25,7 +25,7 @@ LIST = HERE / "data" / "operator_samples.json"
 FEW, MANY = 1, 12
 PROCESSES = 2
 
-# Operators whose results cannot be equal to those of the CPU. The name of each set tells the
+# Operators whose results cannot equal the results of the CPU. The name of each set tells the
 # reason.
 RANDOM = {
     "bernoulli", "exponential", "multinomial", "nn_functional_fractional_max_pool2d",

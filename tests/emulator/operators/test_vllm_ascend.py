@@ -13,7 +13,7 @@ PATCH = Path(__file__).resolve().parents[3] / "emulator" / "for_vllm_ascend" / "
 
 
 def load_patch():
-    """Import the patch, and return its module. Remove the import hook that it has installed."""
+    """Import the patch, and return its module. Remove the import hook that the patch installs."""
     spec = importlib.util.spec_from_file_location("vllm_ascend_patch", PATCH)
     patch = importlib.util.module_from_spec(spec)
     hooks = list(sys.meta_path)

@@ -1,4 +1,6 @@
-"""A child process reads an NPU's properties. In these tests, it uses the emulated CANN."""
+"""A child process reads an NPU's properties. In these tests, the child process uses the emulated
+CANN.
+"""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ def test_lanes_that_take_turns_need_no_threads(told, captured):
     ],
 )
 def test_lanes_that_run_side_by_side_have_threads(told, captured):
-    """Lanes need their own threads: while one lane waits for a peer or for the host, the others
-    must go on.
+    """Lanes need their own threads: while one lane waits for a peer or for the host, the other
+    lanes must continue.
     """
     opens = ""
     assert told(LANES.format(captured=captured, opens=opens), wait_s=5)["num_lane_threads"] == 1
@@ -133,7 +133,8 @@ UPDATES = """
     ],
 )
 def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp_path, learns):
-    """In an update, CANN's host code computes a tiling. On the emulator, this takes modelled time.
+    """In an update, CANN's host code computes a tiling. On the emulator, the tiling takes modelled
+    time.
 
     The host thread sleeps only once for several updates, for the sum of their times.
     """

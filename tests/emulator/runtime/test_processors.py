@@ -1,7 +1,7 @@
 """The emulator's code that differs between CPU types also works on aarch64.
 
 If a compiler for aarch64 is installed, the tests compile this code. If a user-mode QEMU is
-installed, they also run it.
+installed, the tests also run this code.
 """
 
 import shutil

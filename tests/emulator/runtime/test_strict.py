@@ -12,8 +12,8 @@ FIA = "aclnnFusedInferAttentionScoreV3: "
 
 
 def attention(**changes):
-    """Call attention with the arguments of a decode step of two sequences, some of them replaced by
-    ``changes``.
+    """Call attention with the arguments of a decode step of two sequences; ``changes`` replaces
+    some arguments.
     """
     options = {
         "query": torch.zeros(2, 4, 64, dtype=torch.float16),

@@ -1,6 +1,6 @@
 """Transfers between devices of two processes (adxl::AdxlEngine): bytes, refusals, timeouts, faults.
 
-The rules are those of CANN's documentation of these calls. Two programs in C++ make the calls.
+The rules are from CANN's documentation of these calls. Two programs in C++ make the calls.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def program(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def start(program) -> Iterator[Callable[..., Engine]]:
-    """Yield a function that starts the process of an engine. Its arguments are settings of the
-    emulator, and, in capitals, environment variables.
+    """Yield a function that starts the process of an engine. The function's arguments are settings
+    of the emulator; arguments in capitals are environment variables.
     """
     engines: list[Engine] = []
     devices = itertools.count()

@@ -30,7 +30,7 @@ ARENA = 1024
 PLACES = st.sampled_from([0, 1, 255, 256, 257, 511, 512, 513])
 LENGTHS = st.sampled_from([1, 255, 256, 257, 512])
 ENGINES = st.integers(0, 2)
-# A span lies in, or near, a registered range at each end. It is drawn as the indices of both
+# A span lies in, or near, a registered range at each end. The span is drawn as the indices of both
 # ranges, a shift of its local place, and a change of its length.
 SHIFTS = st.sampled_from([0, 0, 0, 0, 0, 1, -1])
 SPANS = st.lists(

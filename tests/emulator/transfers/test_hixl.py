@@ -1,4 +1,6 @@
-"""CANN's Python package ``hixl`` on the emulated NPU. Names are those of its sources."""
+"""CANN's Python package ``hixl`` on the emulated NPU. Names of classes and functions are those of
+CANN's sources.
+"""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_mimo_is_a_qwen2_with_another_name(npu: Any, tmp_path: Path) -> None:
 
 
 def test_ling_is_a_glm_4_5_with_other_names(npu: Any, tmp_path: Path) -> None:
-    """BailingMoeV2 is not in transformers. Its published code computes the same as Glm4Moe."""
+    """BailingMoeV2 is not in transformers. Its published code gives the same results as Glm4Moe."""
     groups = {"n_group": 2, "topk_group": 1}
     model = make_reference(
         "Glm4MoeForCausalLM", tmp_path, tie_word_embeddings=False, attention_bias=False, **groups
@@ -266,9 +266,10 @@ def test_ling_is_a_glm_4_5_with_other_names(npu: Any, tmp_path: Path) -> None:
 
 
 def test_minicpm_is_a_granite_with_other_factors(npu: Any, tmp_path: Path) -> None:
-    """transformers has no MiniCPM without latent attention. MiniCPM's published code multiplies
-    embeddings by scale_emb, and the results of attention and of feed-forward parts by scale_depth /
-    sqrt(layers). It divides the last hidden states by hidden_size / dim_model_base.
+    """The only MiniCPM in transformers has latent attention, unlike this model. MiniCPM's published
+    code multiplies embeddings by scale_emb, and the results of attention and of feed-forward parts
+    by scale_depth / sqrt(layers). It divides the last hidden states by hidden_size /
+    dim_model_base.
     """
     model = make_reference(
         "GraniteForCausalLM",
@@ -332,8 +333,8 @@ def test_joined_experts_are_not_converted_to_int8(npu: Any, tmp_path: Path) -> N
 
 
 def rename_as_published(directory: Path, num_layers: int) -> None:
-    """Rename a text model's weights as in a published, multimodal Qwen3.5, and join the experts of
-    each layer in one tensor.
+    """Rename a text model's weights to the names in a published, multimodal Qwen3.5, and join the
+    experts of each layer in one tensor.
     """
     path, weights = directory / "config.json", load_file(directory / "model.safetensors")
     text = json.loads(path.read_text())

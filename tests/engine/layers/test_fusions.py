@@ -196,8 +196,8 @@ def test_logits_stay_near_those_of_separate_operators(
 
     twin, fused = (logits_with(npu, tmp_path, decide(npu, name)) for name in ("none", "auto"))
 
-    # Fused operators do not round to int8 in the same way as separate operators. This adds errors
-    # as large as those of int8 itself.
+    # Fused operators do not round to int8 in the same way as separate operators. This difference
+    # adds an error as large as the rounding error of int8 itself.
     assert 0 < (fused - twin).norm() < 0.12 * twin.norm()
 
 

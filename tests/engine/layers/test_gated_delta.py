@@ -149,7 +149,7 @@ def test_a_part_of_a_prompt_may_read_one_slot_and_write_another(
     assert_close(layer, again, expected(oracle, rows)[5:])
 
 
-# Nine triples are enough to have each pair of values at each pair of positions.
+# PAIRS_ACCEPTED has nine triples. At each pair of positions, they have all pairs of values.
 ALL_ACCEPTED = list(product([1, 2, 3], repeat=3))
 PAIRS_ACCEPTED = [(a, b, c) for a, b, c in ALL_ACCEPTED if (a + b + c) % 3 == 0]
 
@@ -175,7 +175,7 @@ def test_rejected_drafts_change_nothing(
         found.append(outs[0][:count])
         beside.append(outs[1])
         done, kept = done + count, count
-    # In a step without drafts, the only slot is that of the current state.
+    # A request without drafts has only one slot, which contains its current state.
     found += layer.run([Direct(rows[done : done + 1], [window[kept - 1]])])
 
     assert_close(layer, torch.cat(found), expected(oracle, rows)[5:])
@@ -269,7 +269,7 @@ def test_a_graph_equals_eager_steps_and_leaves_other_slots_unchanged(layer: Stat
 
 def capture_step(layer: StateLayer, num_reqs: int, num_tokens: int) -> Any:
     """Capture a step of direct requests with ``num_tokens`` tokens each; return a function that
-    replays it.
+    replays this step.
 
     The graph contains the whole layer, from its hidden states to its results.
     """

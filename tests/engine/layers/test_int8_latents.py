@@ -1,5 +1,5 @@
-"""Latent attention to all keys of an int8 cache: the blocks in which it reads keys, and its number
-of operators.
+"""Latent attention to all keys of an int8 cache: in which blocks the attention reads keys, and how
+many operators it runs.
 """
 
 from __future__ import annotations

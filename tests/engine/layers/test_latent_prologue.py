@@ -116,7 +116,8 @@ def test_one_operator_computes_what_separate_operators_compute(
     assert fused.report()["latent_prologue"] == f"in {LAYERS} places"
     assert separate.report()["latent_prologue"] == "off (not in device.fusions)"
     # The operator quantises float32 values; separate operators first round them to bfloat16. So the
-    # two models round to different int8 values, which adds errors as large as those of int8 itself.
+    # two models round to different int8 values. This adds an error as large as the rounding error
+    # of int8 itself.
     assert 0 < relative_error(logits, twin) < 0.12
     # In a single row, attention may choose another key, which gives a larger difference. So the
     # median is compared.

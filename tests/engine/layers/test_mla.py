@@ -1,5 +1,5 @@
-"""Latent attention: its different forms are compared with each other; its weights and its scale are
-compared with those of transformers.
+"""The two forms of latent attention are compared with each other. The weights and the scale of
+latent attention are compared with transformers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The next-token module is compared with that of transformers. Both are loaded from the same
-checkpoint.
+"""Our next-token module is compared with the module of transformers. Both modules are loaded from
+the same checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiled grammars are kept, up to a limit of their memory and a limit of their number. A waiting
+"""Compiled grammars are kept. The memory and the number of kept grammars are limited. A waiting
 request always gets its grammar.
 """
 

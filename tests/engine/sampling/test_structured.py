@@ -207,7 +207,7 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(runners: Any) -> Non
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Return an event. Grammars are compiled only after it is set."""
+    """Return an event. Grammars are compiled only after the test has set the event."""
     gate, compile_now = threading.Event(), Grammars._compile
 
     def compile_late(grammars: Grammars, grammar: str) -> llguidance.LLMatcher:
@@ -227,7 +227,7 @@ def play_late(
 ) -> dict[str, list[int]]:
     """Return the tokens of each request.
 
-    Grammars are compiled only after the first request, which has no grammar, has 20 tokens.
+    The first request has no grammar. Grammars are compiled only after this request has 20 tokens.
     """
     got: dict[str, list[int]] = {}
     for index, sampling in enumerate(samplings):

@@ -60,8 +60,8 @@ undone = st.sets(st.integers(0, 30), max_size=3)
 def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
     """Return a function that must be called after each turn.
 
-    It fills stale slots with NaN. After the turns whose numbers are in ``turns``, it also undoes
-    the steps in flight.
+    The function fills stale slots with NaN. After the turns whose numbers are in ``turns``, it also
+    undoes the steps in flight.
     """
     number = -1
 
@@ -109,7 +109,7 @@ def cold(runner: ModelRunner, arrivals: list[Arrival]) -> dict[str, list[int]]:
 
 
 def assert_equal(found: dict[str, list[int]], expected: dict[str, list[int]], name: str) -> None:
-    """Check that each request's tokens are the first of its expected tokens. Aborted requests have
+    """Check that each request's tokens are a prefix of its expected tokens. Aborted requests have
     fewer tokens than expected.
     """
     for index, tokens in found.items():

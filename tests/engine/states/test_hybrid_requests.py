@@ -61,7 +61,7 @@ def test_the_last_token_of_a_prompt_changes_the_state_by_one_rule(
     npu: Any, hybrid: Path, monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
     """A new request samples a token after its prompt. A request that continues in another group
-    does not.
+    samples no token there.
     """
     runner = make_runner(npu, hybrid, 4)
     states, noted = runner._states, list[StateMetadata]()
@@ -88,7 +88,9 @@ GRAPHS = {"decode": decode_graph(4), "pieces": pieces(16)}
 
 @pytest.mark.parametrize("kind", ["eager", *GRAPHS])
 def test_steps_of_padding_change_no_state(npu: Any, hybrid: Path, kind: str) -> None:
-    """An idle data-parallel rank runs steps on padding. After that, its own requests continue."""
+    """An idle data-parallel rank runs steps on padding. After these steps, the rank's own requests
+    continue.
+    """
     graph = GRAPHS.get(kind)
     runner = make_runner(npu, hybrid, 8, list(GRAPHS.values()))
     for each in GRAPHS.values():

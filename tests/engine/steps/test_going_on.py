@@ -108,8 +108,8 @@ class Group:
         return RankBatch(pack_ints(records), pack_ints(appended), pack_ints(blocks), tuple(started))
 
     def from_nothing(self, place: ContextPlace, sampled: HostStep | None) -> InputBatch:
-        """Return a new batch. It gets all rows at once, and the places that the last step has
-        sampled.
+        """Return a new batch. The batch gets all rows at once. It also stores which rows the last
+        step has sampled.
         """
         batch = InputBatch(ROWS, MAX_LEN, place, LATEST, self.num_drafts)
         starts = tuple(row.start(index) for index, row in self.rows.items())

@@ -34,8 +34,8 @@ def runner(npu: Any, checkpoint: Path) -> ModelRunner:
 
 @pytest.fixture
 def guessing(npu: Any, checkpoint: Path) -> ModelRunner:
-    """A runner with one step in flight. During the step, it guesses the lengths of the next step,
-    and sends them ahead.
+    """A runner with one step in flight. During the step, the runner guesses the lengths of the next
+    step, and sends them ahead.
     """
     scheduler = {"max_num_seqs": 8, "steps_in_flight": 1}
     return make_runner(npu, checkpoint, settings={"dtype": "float32", "scheduler": scheduler})

@@ -39,7 +39,7 @@ def test_the_strict_emulator_gives_a_request_a_row_without_state(
     npu: Any, hybrid: Path, strict: bool
 ) -> None:
     """An earlier request has left its state in a row. If the next request reads this state, the
-    test notices it.
+    strict emulator makes the request's result NaN.
     """
     device = {"device": {"emulator": {"strict": strict}}}
     sequences = Sequences(

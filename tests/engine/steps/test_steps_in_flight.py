@@ -38,7 +38,8 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_p": 0.9, "seed": 5, "repetition_penalty": 1.3},
     {"frequency_penalty": 0.5, "presence_penalty": 0.3, "stop_token_ids": STOPS, "min_tokens": 3},
 ]
-# For each step, the indices of the graphs that are released, or captured again, just before it.
+# For each step, the indices of the graphs that are released, or captured again, just before the
+# step.
 Changes = dict[int, list[int]]
 changes_of_graphs = st.dictionaries(
     st.integers(1, 30), st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=6

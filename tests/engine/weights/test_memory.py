@@ -199,8 +199,8 @@ def test_of_a_cache_whose_requests_are_computed_again_nothing_is_left(
 
 
 def test_blocks_get_the_memory_of_the_trial_caches(npu: Any, tmp_path: Path) -> None:
-    """Ranks make their offers while the caches for trials exist. The caches for trials contain
-    states as large as those of the final caches.
+    """Ranks make their offers while the caches for trials exist. The states in the caches for
+    trials are as large as in the final caches.
 
     The device has room for the states and for all useful blocks, but not for twice the states.
     """

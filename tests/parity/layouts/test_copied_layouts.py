@@ -1,7 +1,7 @@
 """A group reads the KV that a group with another layout has written to files, and gives the same
-tokens. If it must not use the files, it computes the prompts.
+tokens. If the reading group must not use the files, it computes the prompts.
 
-Each layout of a family reads the files of each layout of the family, its own included.
+Each layout of a family reads the files of each layout of the family, including the same layout.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-SMALL_HEADS = ("LlamaForCausalLM", "Qwen2ForCausalLM")  # CANN 8.5 refuses their size, 32
+SMALL_HEADS = ("LlamaForCausalLM", "Qwen2ForCausalLM")  # CANN 8.5 refuses their head size, 32
 ALL = [
     (architecture, *chip)
     for architecture in ARCHITECTURES
@@ -56,7 +56,7 @@ FEW = [
 
 
 # Ways in which ranks share contexts: sharded caches, split prompts, and both. CANN 8.5.0 supports
-# none of these.
+# none of these ways.
 SHARED: dict[str, dict[str, Any]] = {
     "keys": {**DENSE, "parallel": {"tp": 4, "dcp": 2}},
     "prompts": {**DENSE, "parallel": {"pcp": 2}},

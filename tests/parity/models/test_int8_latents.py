@@ -4,8 +4,8 @@ transformers, if transformers rounds its latents to the values that int8 latents
 The model of transformers rounds the normalised latents of each layer: 128 values share a scale,
 which is 1/127 of the largest of them. Both models compute in float32, but add in different orders.
 So if a latent is near the middle between two int8 values, the two models may round it to different
-values. The layers have no experts, because a different choice of experts would change more than
-rounding does.
+values. The layers have no experts, because another choice of experts would change the results more
+than rounding changes them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KIMI = "KimiLinearForCausalLM"  # most layers have linear attention, the others 
 LENGTHS, NUM_TOKENS, TILE = (1, 3, 15, 16, 17, 64, 129, 300), 12, 128
 DENSE = {"first_k_dense_replace": 4}  # neither the layers nor the next-token module have experts
 # Measured differences of log-probabilities are up to 0.003. If transformers does not round its
-# latents, they are 0.02 to 0.3.
+# latents, the differences are 0.02 to 0.3.
 TOLERANCE = 0.01
 
 
@@ -145,8 +145,8 @@ def test_latents_in_int8_change_probabilities_little(
     """A strict device accepts every call, in bfloat16 and with drafts.
 
     Rounding to int8 changes a latent by at most half a scale, which is 1/254 of the largest of 128
-    latents. The allowed difference of probabilities is three times that of transformers in
-    bfloat16.
+    latents. The allowed difference of probabilities is three times the difference that bfloat16
+    causes in transformers.
     """
     model = models[architecture]
     config = config_of(

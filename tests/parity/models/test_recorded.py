@@ -1,4 +1,4 @@
-"""The recorded tokens equal those that transformers generates now."""
+"""The recorded tokens equal the tokens that transformers generates now."""
 
 from __future__ import annotations
 

@@ -255,8 +255,8 @@ def test_latents_in_int8_change_probabilities_little(
     """Prompts are computed in chunks and after cached prefixes, with drafts, on a strict device.
 
     Rounding to int8 changes a latent by at most half a scale, which is 1/254 of the largest of 128
-    latents. The allowed difference of probabilities is three times that of transformers in
-    bfloat16.
+    latents. The allowed difference of probabilities is three times the difference that bfloat16
+    causes in transformers.
     """
     model = models(architecture, index_topk=512, **(SHARED if architecture == GLM else {}))
     config = config_of(

@@ -239,7 +239,7 @@ def test_bodies_have_a_limit_all_together():
         until(lambda: bodies.num_bytes == 4 << 20)
 
         # A body counts until its request is answered. While the budget is used up, the service does
-        # not send "100 Continue", so clients that wait for it do not send their bodies.
+        # not send "100 Continue", so clients that wait for this response do not send their bodies.
         answered.sendall(head(CHAT, len(asked), JSON) + asked)
         until(lambda: service.engine.num_running == 1)
         waiting.sendall(head("/tokenize", 100, "Expect: 100-continue", JSON))

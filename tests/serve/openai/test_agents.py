@@ -1,7 +1,7 @@
 """A service with a fake engine answers the requests of two coding agents.
 
-``bodies/`` has one request of each agent. The fields are those that the agent sends; the texts were
-written for this test.
+``bodies/`` has one request of each agent. Each request has the fields that the agent sends; the
+texts were written for this test.
 """
 
 from __future__ import annotations

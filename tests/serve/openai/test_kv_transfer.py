@@ -55,7 +55,7 @@ def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Yield a service that shares a secret with other services. Its group sends files to them."""
+    """Yield a service that shares a secret with other services, and sends files to them."""
     folder = tmp_path_factory.mktemp("shared")
     key = folder / "key"
     key.touch(mode=0o600)

@@ -59,8 +59,8 @@ class Connection:
         self.holder.take_in()
 
     def read(self, data: bytes, *, is_noted: bool = True) -> None:
-        """Let the process read the client's bytes ``data``. If ``is_noted``, it also notes their
-        number in the record.
+        """Let the process read the client's bytes ``data``. If ``is_noted``, the process also adds
+        the number of these bytes to the record.
         """
         self.client.sendall(data)
         self.server.recv_into(self.record.read_buffer(), len(data), socket.MSG_WAITALL)
@@ -319,8 +319,8 @@ def be_killed(*_: object) -> Never:
 def test_a_process_may_die_after_the_supervisor_has_got_a_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next process continues the connection, although the kernel's counters of it were never
-    read.
+    """The next process continues the connection, although no process has read the kernel's counters
+    of this connection.
     """
     with monkeypatch.context() as patch:
         patch.setattr("dist_aclgraph.serve.resume.record.read_counters", be_killed)

@@ -167,8 +167,8 @@ def stop(pid: int) -> None:
 
 @pytest.mark.slow
 def test_a_request_is_answered_wherever_the_ingress_dies_while_it_comes(service: Service) -> None:
-    """When the ingress dies, it has not accepted the connection, or not read the request, or read
-    half of it. Or the connection has already had an earlier request.
+    """The ingress dies in four situations: before it accepts the connection; before it reads the
+    request; after it has read half of the request; on a connection with an earlier request.
     """
     request = KINDS["chat"]
     half = len(request) // 2

@@ -64,8 +64,8 @@ def test_serve_run_ends_with_one_sentence_about_a_wrong_model(model):
 
 
 def test_serve_status_has_the_sentence_alone():
-    """Of an error of Ray Serve's own classes, Ray Serve shows only the text. Of all other errors,
-    it shows a traceback.
+    """If an error belongs to Ray Serve's own classes, Ray Serve shows only the error's text. For
+    all other errors, Ray Serve shows a traceback.
     """
     with pytest.raises(RayServeException) as raised:
         app(AppArgs.model_validate({"config": str(CONFIG), "model": "/nowhere"}))

@@ -242,7 +242,9 @@ def test_a_request_that_waits_can_be_aborted(one: Deployment) -> None:
 
 
 def test_requests_go_on_in_another_deployment(one: Deployment) -> None:
-    for _ in range(3):  # makes the list's version higher than that of the next deployment's list
+    # After this loop, the version of this deployment's list is higher than the version of the next
+    # deployment's list.
+    for _ in range(3):
         one.lose()
         one.replace()
         until(lambda: not one.client.outage())

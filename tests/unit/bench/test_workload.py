@@ -90,8 +90,8 @@ def test_the_first_request_of_a_batch_ends_first() -> None:
 def test_every_request_counts_once_in_every_whole_step(
     places: list[int], num_steps: int, num_tokens: int
 ) -> None:
-    # In every step, each of four requests gets one delivery. Within a step, deliveries follow each
-    # other after 1/1000 of a step.
+    # In every step, each of four requests gets one delivery. Within a step, there is one delivery
+    # every 1/1000 of a step.
     deliveries = [
         [Delivery(step + place / 1000, num_tokens) for step in range(num_steps)] for place in places
     ]

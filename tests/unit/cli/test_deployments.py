@@ -371,7 +371,7 @@ def test_pieces_are_planned_on_an_a3_as_the_last_formula_plans_them() -> None:
 
     assert buckets["legacy-last"] == 3
     # The calibrated budget model counts HCCL's lane in each graph. The formula of the last release
-    # does not.
+    # does not count it.
     assert buckets["calibrated"] == 2
 
 

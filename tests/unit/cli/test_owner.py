@@ -17,4 +17,4 @@ def test_a_closed_terminal_is_no_failure_of_a_service_that_drains() -> None:
         os.close(terminal)
         _say(console, "Draining ...")
         _say(console, "Stopped.")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), side)  # closing ``file`` flushes it to here
+        os.dup2(os.open(os.devnull, os.O_WRONLY), side)  # closing ``file`` writes its buffer here

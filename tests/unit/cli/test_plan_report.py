@@ -38,7 +38,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def make(checkpoint: Path, **sections: dict[str, Any]) -> Config:
     # This budget model is a documented formula with prices that are easy to compute by hand. Lazy
-    # graphs are off, unless a test wants them.
+    # graphs are off by default.
     graph = {"budget_model": "legacy-last", "lazy": "off", **sections.pop("graph", {})}
     raw = {"model": str(checkpoint), "parallel": {"tp": 2, "dp": 2}, "graph": graph, **sections}
     return make_config(raw)

@@ -1,4 +1,4 @@
-"""A child process reads an NPU's properties. The tests check how its reply and its exit are
+"""A child process reads an NPU's properties. The tests check how the child's reply and exit are
 understood.
 """
 

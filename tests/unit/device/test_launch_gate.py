@@ -1,5 +1,5 @@
-"""A device is stopped only while no thread launches work. After that, threads wait until the device
-works again.
+"""A device is stopped only while no thread launches work. While the device is stopped, every launch
+waits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A ledger records, for each owner, how many of a rank's streams it has taken."""
+"""A ledger records how many of a rank's streams each owner has taken."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Laws of the functions that tell which node of a group has which files, and which node of another
-group reads them.
+"""Laws of two functions: one tells which node of a group has which files; the other tells which
+node of another group reads which of these files.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ WHOLE = [
 
 
 def blocks_of(count: int) -> list[bytes]:
-    """Divide the heads of a block into ``count`` parts; return the part of the block for each."""
+    """Divide the heads of a block into ``count`` equal parts; return these parts of the block."""
     parts = [np.split(tensor, count, axis=1) for tensor in WHOLE]
     return [b"".join(part.tobytes() for part in each) for each in zip(*parts, strict=True)]
 

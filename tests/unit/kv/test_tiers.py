@@ -181,7 +181,7 @@ def test_a_changed_checkpoint_has_another_name(tmp_path: Path) -> None:
 
 def test_other_weights_of_the_same_size_and_time_have_another_name(tmp_path: Path) -> None:
     """Files that come from an archive can all have the same time of change, so names must not
-    depend on it alone.
+    depend on the time alone.
     """
     names = set()
     for place in ("a", "b"):

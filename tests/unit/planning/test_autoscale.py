@@ -23,8 +23,8 @@ def make(**keys: float) -> Autoscaler:
 
 
 def spread(open_requests: int, groups: int) -> Demand:
-    """Return the demand of ``open_requests``. If there are more requests than the groups have rows,
-    the rest of the requests waits.
+    """Return the demand of ``open_requests``. If the groups have too few rows, the remaining
+    requests wait.
     """
     running = min(open_requests, ROWS * groups)
     return Demand(groups, running, open_requests - running, ROWS)

@@ -142,8 +142,8 @@ def test_an_expert_domain_of_its_own_is_priced_where_experts_run() -> None:
     assert price(DECODE, experts) - price(DECODE, dense) == more
     # The first piece contains only the embedding and no experts.
     assert price(PIECES, experts) - price(PIECES, dense) == 10 * more
-    # With AICPU, a domain itself uses more streams, but the graphs that use the domain need no more
-    # streams than without AICPU.
+    # With AICPU, a domain itself uses more streams, but graphs that use the domain need the same
+    # number of streams.
     assert price(PIECES, replace(experts, expansion="AICPU")) == price(PIECES, experts)
 
 
@@ -155,8 +155,9 @@ def test_shards_of_caches_meet_inside_full_graphs_and_between_pieces() -> None:
 
 
 def test_lanes_grow_with_what_shards_exchange() -> None:
-    # ``with_tp``: the DCP group uses the domain of TP. ``both``: it has a domain of its own.
-    # ``alone``: it has the ranks of PCP, so all its ranks have the same heads.
+    # ``with_tp``: the DCP group uses the domain of TP. ``both``: the DCP group has a separate
+    # domain. ``alone``: the DCP group has the ranks of PCP, so all of its ranks have the same
+    # heads.
     with_tp = Workload(num_layers=4, tp=2, dcp=2)
     alone = Workload(num_layers=4, pcp=2, dcp=2)
     both = Workload(num_layers=4, tp=2, pcp=2, dcp=4)
@@ -186,11 +187,11 @@ def test_layers_of_experts_are_longer_lanes() -> None:
     experts = replace(dense, moe=True)
 
     # In the dense model, each of 61 layers has 12 + 10 + 4 entries. Together with 23 other entries,
-    # they fit in one queue. Experts on other ranks add, to each layer, 54 entries, and 4 for
+    # they fit in one queue. Experts on other ranks add 58 entries to each layer, of which 4 are for
     # exchanges. Then two more queues are needed.
     assert price(DECODE, experts) == price(DECODE, dense) + 2
-    # With all_gather, experts add, to each layer, 25 entries, and 4 for exchanges. Then one more
-    # queue is needed.
+    # With all_gather, experts add 29 entries to each layer, of which 4 are for exchanges. Then one
+    # more queue is needed.
     assert price(DECODE, replace(experts, exchange="all_gather")) == price(DECODE, dense) + 1
 
 

@@ -1,4 +1,4 @@
-"""The dispatcher: batches as large as a bucket, the reasons for eager steps, and counters."""
+"""The dispatcher at the edges of buckets, its reasons for eager steps, and its counters."""
 
 from __future__ import annotations
 

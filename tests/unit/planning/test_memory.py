@@ -72,8 +72,8 @@ def test_ranks_that_split_prompts_hold_whole_weights_and_the_buffers_of_their_do
     same = make(parallel={"tp": 8, "pcp": 2, "dp": 2, "dcp": 2, "ep": 32})
 
     assert weights(account(split)) == weights(account(alone))
-    # Each domain has two buffers. The domains are those of TP, EP and PCP, and that of DCP if it
-    # has other ranks than PCP.
+    # Each domain has two buffers. TP, EP and PCP have one domain each. DCP has a separate domain if
+    # its ranks differ from the ranks of PCP.
     domains = {2: alone, 3: split, 4: sharded}
     for count, config in {**domains, 3: same}.items():
         assert part(account(config), "HCCL buffers") == count * 2 * 200 * MIB

@@ -177,9 +177,7 @@ def test_a_little_traffic_or_a_little_gain_changes_nothing() -> None:
 
 
 def test_a_family_that_was_given_up_stays_so_and_sizes_do_not_grow() -> None:
-    """A new plan has no family that the old plan does not have, and no size above the old plan's
-    largest size.
-    """
+    """A new plan has only families of the old plan, and no size above the old plan's sizes."""
     plan = make_plan((8, 32), (64,))
     plan = msgspec.structs.replace(plan, families=plan.families[:1])
     offers = [StreamOffer(rank=0, available=900)]

@@ -1,5 +1,5 @@
-"""The dialogues of models/tiny-agent: dialogues that are not used for training share no word with
-the training, and their answers are right.
+"""The dialogues of models/tiny-agent. Dialogues for tests share no word with dialogues for
+training, and have the right answers.
 """
 
 from __future__ import annotations

@@ -164,8 +164,8 @@ def assigned_roots(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 Rule = Callable[[Module], Iterator[tuple[int, str]]]
 
-# Modules that may read the environment. Some of them run as scripts, which import no module of the
-# package.
+# Modules that may read the environment. A module that runs as a script cannot import the module
+# ``environment``.
 READERS_OF_THE_ENVIRONMENT = {"environment", "actors.forks.worker_setup"}
 ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
 UNPICKLERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}

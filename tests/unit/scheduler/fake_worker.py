@@ -1,5 +1,5 @@
-"""Workers without a model. They keep rows as the step messages say, and checksums in place of the
-KV.
+"""Workers without a model. They keep the rows that step messages describe. In place of the KV, they
+keep checksums.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Row:
     blocks: list[int]
     sampling: RowSampling
     latest: list[int] = field(default_factory=list)  # tokens that the last step has sampled
-    has_drafts: bool | None = False  # None between a new start of the row and its next step
+    has_drafts: bool | None = False  # None from a new start until the next step
 
 
 class FakeWorker:

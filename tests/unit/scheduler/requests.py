@@ -18,7 +18,7 @@ def submit(
     cache_salt: str = "",
     output: Sequence[int] = (),
 ) -> Request:
-    """Return a request. EOS ends the request, unless its parameters ignore EOS.
+    """Return a request. EOS ends the request if its parameters do not ignore EOS.
 
     Args:
         output: the tokens that the request has already got, from a group that was then lost.

@@ -38,7 +38,7 @@ class World:
         self.request.hashes = list(self.hashes)
 
     def compute(self) -> None:
-        """Store all blocks of the request in the prefix cache, as if it had computed them."""
+        """Store all blocks of the request in the prefix cache, as if they had been computed."""
         self.request.block_ids = self.pool.allocate(NUM_FULL)
         for index, block_id in enumerate(self.request.block_ids):
             self.pool.store(block_id, self.hashes[index])

@@ -14,7 +14,7 @@ FREE, FORM = 0, 1  # rows
 
 
 def make_both(**options: int) -> Scheduler:
-    """Return a scheduler with two requests. One of them has a grammar."""
+    """Return a scheduler with two requests, one with a grammar and one without."""
     scheduler = make_scheduler(**options)
     for name in ("free", "form"):
         scheduler.add(make_request(name, ignore_eos=True, max_tokens=100))

@@ -72,7 +72,7 @@ def test_a_group_on_one_node_asks_no_worker() -> None:
 
 
 def test_workers_fetch_to_the_engines_node_if_the_transport_needs_a_device() -> None:
-    """If the engine looked up files before the fetch, it would find too few of them on its node."""
+    """If the engine looked up files before the fetch, it would find too few files on its node."""
     world = World("aaab", only_workers=True)
     world.here.update(NAMES[:2])
     assert world.find(0)() == 2, "without a source, no worker is asked"
@@ -138,7 +138,7 @@ def test_nothing_is_asked_for_no_blocks() -> None:
 
 
 def test_answers_to_forgotten_look_ups_are_ignored() -> None:
-    """When an epoch ends, look-ups are forgotten. A late answer to one of them changes nothing."""
+    """When an epoch ends, its look-ups are forgotten. Their late answers change nothing."""
     world = World()
     answer = world.find(1, first=1)
     job = world.job(1)

@@ -321,8 +321,8 @@ def test_a_full_queue_takes_a_request_that_another_group_has_begun() -> None:
 def test_cached_tokens_are_counted_where_a_request_begins(
     output: list[int], num_cached: int
 ) -> None:
-    """A request that continues may find its own blocks in the cache. They do not count as cached
-    tokens.
+    """A request that continues may find its own blocks in the cache. The tokens of these blocks do
+    not count as cached tokens.
     """
     scheduler, params = make_scheduler(), SamplingParams(max_tokens=2)
     scheduler.add(submit("first", range(17), params))

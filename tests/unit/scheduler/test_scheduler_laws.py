@@ -173,8 +173,8 @@ def exchange_without_loss(num_tokens: int) -> ExchangeKind:
 
 
 def counted_blocks(plan: StepPlan, records: np.ndarray) -> int:
-    """Return the number of blocks that attention counts for a rank. For each request, padding
-    included, it counts the blocks that a request of this length needs.
+    """Return the number of blocks that attention counts for a rank. Attention counts, for each
+    request (padding included), the number of blocks that the request's length needs.
     """
     kv_lens = records[:, 1] + records[:, 2]
     lens = kv_lens.tolist()

@@ -1,5 +1,5 @@
-"""If a model has recurrent state, requests share a prefix only if its blocks and a checkpoint at
-its end exist.
+"""If a model has recurrent state, requests share a prefix only if the prefix's blocks and a
+checkpoint at the prefix's end exist.
 
 The fake worker checks that each request continues from the state that its own tokens lead to.
 """
@@ -183,8 +183,8 @@ def test_a_request_that_compiles_alone_repeats_only_the_tokens_after_its_last_ch
 
 @pytest.mark.parametrize("num_steps", [3, 20, 70])
 def test_a_request_that_compiles_alone_runs_one_token_per_step(num_steps: int) -> None:
-    """While the grammar is compiled, the prompt is not computed again in each step, although there
-    are no checkpoints.
+    """There are no checkpoints. Nevertheless, the prompt is not computed again in each step while
+    the grammar is compiled.
     """
     prompt = range(100, 131)
     group = Group(num_checkpoints=0, compile_steps=[num_steps])

@@ -1,4 +1,4 @@
-"""The values that are read from config.json are compared with those that DeepSeek published."""
+"""The values that are read from config.json are compared with DeepSeek's published values."""
 
 from __future__ import annotations
 

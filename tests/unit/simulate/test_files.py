@@ -1,5 +1,5 @@
-"""In a simulation with copies of KV, the scheduler decides as with real workers, and copies take
-time.
+"""In a simulation with copies of KV, the scheduler makes the same decisions as with real workers,
+and copies take time.
 """
 
 from __future__ import annotations
