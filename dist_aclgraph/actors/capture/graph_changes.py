@@ -4,8 +4,8 @@ There are two kinds of changes. A plan change captures the new graphs of a new p
 one, when no request is about to start. Then the plan change releases the graphs that the new plan
 does not contain. A lazy change captures one graph when the traffic needs this graph; the graph is
 called a lazy graph. Steps replay only graphs that exist on every rank. A failed capture is undone
-on all ranks. A lazy graph may take the streams of an older graph. If the capture of such a lazy
-graph fails, the older graph is captured again.
+on all ranks. A lazy graph may take the streams of an older graph. If this lazy graph cannot be
+captured, the older graph is captured again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 from dist_aclgraph.planning.rebucketing import Action, Release
 from dist_aclgraph.topology import WorldRank
 
-# Minimum number of steps between two captures. With this distance, at most one capture delays each
-# token.
+# Minimum number of steps between two captures. So no token waits for more than one capture.
 STEPS_BETWEEN = 16
-MAX_FAILURES = 100  # maximum number of messages in ``failures``; each failed retry adds a message
+MAX_FAILURES = 100  # maximum number of messages in ``failures``; each failed capture adds a message
 PATIENCE_STEPS = 200  # after this many steps, a change is due even if requests are about to start
 
 
@@ -115,7 +114,7 @@ class GraphChanges:
     def advance(self) -> None:
         """Capture at most one new graph.
 
-        If the capture of a lazy graph fails, the graph that the lazy graph replaced is captured
+        If a lazy graph replaces an older graph and cannot be captured, the older graph is captured
         again.
 
         Raises:
@@ -149,9 +148,8 @@ class GraphChanges:
             return
         victim = change.victim
         if victim is not None:
-            # The old graph is released before the new graph is captured: the reserved streams
-            # suffice for a fixed number of graphs, so the new graph needs the streams of the old
-            # graph.
+            # The reserved streams suffice for a fixed number of graphs. So the old graph is
+            # released before the new graph is captured.
             self._release(victim)
         is_captured = self._capture(change.graph) is None
         if is_captured:

@@ -78,8 +78,8 @@ class GraphTransaction:
 
         Raises:
             RankDisagreementError: the ranks recorded different operators; the capture was undone.
-            CaptureError: a rank undid the capture, but the streams or bytes of the graph are still
-                in use.
+            CaptureError: the capture was undone, but a rank did not get back all streams and bytes
+                of the graph.
             WorkerError: a rank could not commit the graph, or could not undo the capture.
         """
         before = self.ranks.carry_out("prepare", self.work_s, graph)
@@ -97,7 +97,7 @@ class GraphTransaction:
         return [answer.cost for answer in captured]
 
     def release(self, graphs: Iterable[BatchDescriptor]) -> None:
-        """Free the streams of these graphs on all ranks.
+        """Release ``graphs`` on all ranks, and free their streams.
 
         Raises:
             WorkerError: a rank could not free these streams.

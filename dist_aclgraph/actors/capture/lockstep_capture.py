@@ -102,10 +102,10 @@ def agree(
 def probe_graphs(
     transaction: GraphTransaction, graphs: Iterable[BatchDescriptor], offers: Sequence[StreamOffer]
 ) -> list[StreamOffer]:
-    """Capture each graph, measure its cost on each rank, and release the graph. Return ``offers``
-    with each rank's costs added to the rank's offer.
+    """Capture each graph, measure its cost on each rank, and release the graph. Return the offer of
+    each rank, with the costs that the rank measured.
 
-    If the capture of a graph fails, no offer contains a cost for that graph.
+    If a graph cannot be captured, the offers contain no cost of this graph.
     """
     probed = list(offers)
     for graph in graphs:

@@ -2,9 +2,9 @@
 
 One I/O thread owns all sockets. If a link is lost, the engine drops all requests of that link. The
 client sends these requests to another engine, or lets them wait (``request_table.py``). If the
-deployment will start no other engine, the requests end with an error, so that no request hangs.
-After the loss of a link, the client opens a new link to the same engine. The client uses that
-engine again after the engine's first answer.
+deployment will start no other engine, the requests of the lost link end with an error, so that no
+request hangs. After the loss of a link, the client opens a new link to the same engine. The client
+uses the engine again after the first answer on the new link.
 
 Each engine tells the client which engines exist (``GroupList``). The client sends requests to the
 engines that accept new requests, by the rule of ``scheduler/routing.py``. If an engine drains, the
@@ -104,7 +104,7 @@ class EngineClient:
         self._node_id = node_id
         self._link_s = link_s
         self._groups_version = 0
-        # Among groups that the router finds equally good, each client begins with a random one.
+        # The router prefers one of equally good groups. Each client chooses this group at random.
         router = RequestRouter(first=secrets.randbelow(len(addresses)))
         self._table = RequestTable(router, recovery, lambda *command: self._commands.put(command))
         for index, address in enumerate(addresses):
@@ -196,7 +196,7 @@ class EngineClient:
             return next(found, None)
 
     def abort(self, request_id: str) -> None:
-        """Abort a request, because no one will read its deltas. Unknown ids are ignored."""
+        """Abort a request. Unknown ids are ignored."""
         with self._lock:
             engine = self._table.forget(request_id)
         if engine is not None:
@@ -213,7 +213,7 @@ class EngineClient:
         self.raise_if_dead()
         asked: list[OpenQuery] = []
         for engine in self._known():
-            # Opened before the check, so that the loss of an engine after the check ends the query.
+            # The query is opened before the check: a later loss of the engine then ends the query.
             opened = self._queries.open(engine, what)
             with self._lock:
                 is_gone = engine.dead_because or engine.url not in self._table.engines
@@ -251,7 +251,7 @@ class EngineClient:
 
     @property
     def num_held(self) -> int:
-        """Number of requests that wait for a group, or to run again after an engine's death."""
+        """Number of requests that wait for a group, or for another run after an engine's death."""
         with self._lock:
             return self._table.num_held
 
@@ -406,7 +406,7 @@ class EngineClient:
         if not engine.link.is_lost:
             engine.link.send(Goodbye())
         engine.link.close()
-        engine.link.is_lost = True  # commands that wait for this link are then dropped
+        engine.link.is_lost = True  # ``_send_commands`` drops commands for a lost link
         self._queries.end(engine, None)
         return True
 
@@ -439,7 +439,7 @@ class EngineClient:
                     self._add(entry.name, entry.address, entry.cache_blocks, entry.tokens_per_block)
                     engine = self._table.engines[url]
                     engine.prefill_from, engine.blocks = entry.prefill_from, entry.blocks
-                except PlacementError as e:  # other clients may be able to reach this engine
+                except PlacementError as e:  # this client cannot reach the engine, but others may
                     logger.warning("group %s cannot be used from here: %s", entry.name, e)
 
     def _receive(self, engine: KnownEngine) -> None:
@@ -465,7 +465,7 @@ class EngineClient:
         """Pass the deltas of a step to the callbacks.
 
         Raises:
-            EngineDeadError: the engine has ended. The engine's unfinished requests are still open.
+            EngineDeadError: the engine has ended; ``_lose`` must handle its unfinished requests.
         """
         with self._lock:  # locked once for all requests of a step
             told, death = self._table.take_deltas(engine, message)

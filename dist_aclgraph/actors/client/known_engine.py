@@ -22,8 +22,8 @@ class KnownEngine:
         is_draining: whether the engine accepts no new requests.
         added_s: when the client learned of the engine, on a monotonic clock.
         is_proven: whether the engine has run a step since the client opened the present link.
-        prefill_from: minimum number of uncached tokens in a prompt that this engine computes for
-            another group; 0 if the engine's group is no prefill group.
+        prefill_from: the engine computes a prompt for another group if the prompt has at least this
+            number of uncached tokens; 0 if the engine computes no prompts for other groups.
         blocks: the source from which other groups fetch KV of prompts; None if nothing is fetched.
         is_listed: whether the latest group list of the deployment contains the engine.
         names: maps the number of each request on this engine to the request's id.
@@ -66,8 +66,8 @@ class Capacity:
         serving: number of groups that accept requests.
         draining: number of groups that only finish their running requests.
         lost: maps the name of each dead group to the reason of its death.
-        prefill: number of prefill groups that accept requests; None if the client knows no prefill
-            group of the deployment.
+        prefill: number of prefill groups that accept requests; None if no known group is a prefill
+            group.
     """
 
     serving: int

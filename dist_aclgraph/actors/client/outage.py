@@ -60,9 +60,7 @@ class Recovery:
 
     @classmethod
     def from_config(cls, config: Config, ask: AskOutlook) -> Recovery | None:
-        """Return the ``Recovery`` of a configuration; None if the configuration does not replace
-        lost groups.
-        """
+        """Return the configured ``Recovery``; None if ``recovery.restarts_per_hour`` is 0."""
         recovery = config.recovery
         return cls(ask, recovery.wait_s) if recovery.restarts_per_hour else None
 
@@ -123,8 +121,8 @@ class Outage:
         return self._past_s + (0.0 if self._began_s is None else now_s - self._began_s)
 
     def hold(self, request: OpenRequest, now_s: float) -> bool:
-        """Add a request to the waiting requests. If no group will accept requests again, add
-        nothing and return False.
+        """Add a request to the waiting requests, and return True. If no group will accept requests
+        again, add nothing, and return False.
         """
         if not self.may_end:
             return False
@@ -199,7 +197,7 @@ class OutlookPoller:
                 self._answer = self._ask()
             except DistAclGraphError as e:
                 self._answer = Outlook(failure=str(e))
-            except Exception as e:  # without this thread, requests would wait forever
+            except Exception as e:  # this thread must not end, or requests would wait forever
                 logger.exception("asking for the deployment's outlook failed")
                 self._answer = Outlook(failure=f"{type(e).__name__}: {e}")
             self._closing.wait(ASK_S)

@@ -1,6 +1,6 @@
 """RequestTable: decides which engine runs each open request of a client.
 
-If an engine dies, the table gives the engine's requests to other engines. A request continues after
+If an engine dies, the table sends the engine's requests to other engines. A request continues after
 the tokens that it already has (``token_log.py``). Requests of a dead engine do not all run at once,
 because one of these requests might be the cause of the death (``trials.py``). If no engine accepts
 requests, requests wait (``outage.py``).
@@ -26,7 +26,7 @@ from dist_aclgraph.errors import DistAclGraphError, EngineDeadError, EngineUnava
 from dist_aclgraph.scheduler.routing import RequestRouter, RoutedCounts
 from dist_aclgraph.steps.delta import RequestDelta
 
-# The client numbers its requests on an engine from 0 to this limit, then from 0 again.
+# The client numbers its requests on an engine from 0 to NUMBERS - 1, then begins at 0 again.
 NUMBERS = 1 << 31
 STOPPING = "the service is stopping"
 
@@ -42,13 +42,13 @@ class RequestTable:
     The client's lock guards this object. No method waits or calls a request's callback.
 
     Args:
-        router: chooses an engine for a request. The router knows the engines by their URLs.
+        router: chooses an engine for a request. The router identifies engines by their URLs.
         recovery: how requests wait while no group accepts requests. If None, requests do not wait,
             but fail.
         send: queues a request for an engine.
 
     Attributes:
-        engines: maps the URL of each engine to the engine. The router uses the same URLs.
+        engines: maps the URL of each engine to the engine.
         num_resumed: how many requests were resumed on another engine.
         losses: number of lost engines for each kind of loss.
     """
@@ -69,7 +69,8 @@ class RequestTable:
         # engine.
         self._owner: dict[str, tuple[KnownEngine, int]] = {}
         self._trials = Trials()
-        # requests whose prompt was computed, and which must continue on another engine
+        # A prefill group has computed the prompts of these requests. Other engines must continue
+        # the requests.
         self._handed_over: list[OpenRequest] = []
 
     def __contains__(self, request_id: str) -> bool:
@@ -195,7 +196,7 @@ class RequestTable:
         """Let other engines continue the requests of a lost engine.
 
         Args:
-            is_over: whether the client is being closed, so that no request continues.
+            is_over: whether the client is being closed. If True, no request continues.
 
         Returns:
             The requests that end.
@@ -283,8 +284,8 @@ class RequestTable:
         engine.names[number] = request_id
         self._owner[request_id] = engine, number
         self.num_resumed += request.is_resumed
-        # The request is sent under the lock. So all requests that were routed by one version of the
-        # group list are sent before the client confirms the next version.
+        # The request is sent under the lock. So the client sends all requests that it has routed by
+        # one version of the group list before it confirms the next version to the engines.
         self._send(engine, request.submit(number))
         return True
 
@@ -297,8 +298,7 @@ class RequestTable:
         if request.is_probe:
             return False
         request.is_resumed = True
-        # An engine that refuses this client is alive, so the request did not cause an engine's
-        # death.
+        # An engine that refuses this client has not died, so ``num_deaths`` does not change.
         if engine.link.loss_kind != "refused":
             request.see_death(now_s, is_proof=is_proof)
         return not request.is_cause and self.place(request, now_s)

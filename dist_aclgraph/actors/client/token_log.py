@@ -1,9 +1,9 @@
 """A client stores the tokens of each request, so that another engine can continue the request.
 
-Sampling depends only on seed, position and tokens. So a request that is submitted again with its
-existing tokens gets the next tokens that the lost engine would have sampled. If ``recovery.exact``
-is not set, rounding can change the tokens. In ``OpenRequest.tokens``, the output follows the
-prompt; ``OpenRequest.sampling`` says where the output begins.
+Sampling depends only on seed, position and tokens. So another engine can continue a request after
+its existing tokens, and samples the same next tokens as the lost engine. If ``recovery.exact`` is
+not set, rounding can change the tokens. In ``OpenRequest.tokens``, the output follows the prompt;
+``OpenRequest.sampling`` says where the output begins.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class OpenRequest:
         first_death_s: time of the first death that ``num_deaths`` counts.
         is_cause: whether the request counts as the cause of its engines' deaths. If so, the client
             does not resume the request.
-        is_resumed: whether the request has lost an engine, or the link to an engine.
+        is_resumed: whether the loss of an engine, or of the link to an engine, has interrupted the
+            request.
         hands_over: whether the present engine computes the prompt and the first token, and another
             engine then generates the other tokens.
         source: name of the group that has computed the prompt for another group; "" if the prompt
             was not handed over.
         role: the role that an external router has chosen; see ``TransferRole``. A "prefill" request
-            needs one output token. If the request loses its engine after this token, another engine
-            generates a second token, which nobody needs.
+            needs one output token. If the engine is lost after this token, the next engine
+            generates one unneeded token.
         peer: the group of another service that has computed the prompt; None if there is none.
         is_probe: whether the client made this request to test an engine; a probe is not resumed.
     """
@@ -83,8 +84,8 @@ class OpenRequest:
     def is_suspect(self) -> bool:
         """Whether this request is a suspect: a request that may have caused its engine's death.
 
-        A request is a suspect from the death of its engine until it has made progress on another
-        engine (``has_run``).
+        The request becomes a suspect when its engine dies. The request stays a suspect until it
+        makes progress on another engine (``has_run``).
         """
         return self.num_deaths > 0
 
@@ -92,8 +93,8 @@ class OpenRequest:
     def has_run(self) -> bool:
         """Whether the request has made progress on its present engine.
 
-        The prefill generates the first new token. So only the second delta shows that the request
-        survives a decode step.
+        The prefill generates the first new token. The second delta comes from a decode step, so it
+        proves that the request survives such a step.
         """
         return self.num_deltas > 1
 
@@ -119,11 +120,11 @@ class OpenRequest:
 
         Args:
             now_s: the present time on a monotonic clock.
-            is_proof: whether this death proves that the request causes its engines' deaths, if the
-                request ``is_suspect``. A death is a proof if three conditions are true: the engine
-                had started after ``first_death_s``; the engine had already run another request;
-                when the engine died, it ran no other request that may have caused an engine's
-                death.
+            is_proof: whether this death proves that a suspect (``is_suspect``) causes its engines'
+                deaths. Has no effect if the request is no suspect. A death is a proof if three
+                conditions are true: the engine had started after ``first_death_s``; the engine had
+                already run another request; when the engine died, it ran no other request that may
+                have caused an engine's death.
         """
         self.is_cause = is_proof and self.is_suspect
         if not self.is_suspect:
@@ -156,7 +157,8 @@ class OpenRequest:
     def submit(self, number: int) -> Submit:
         """Return the message that asks an engine for the tokens that the request still needs."""
         sampling = self.sampling
-        # If the request has output tokens, it already has the log-probabilities of the prompt, too.
+        # A request with output tokens already has the prompt's log-probabilities. So no engine
+        # computes these log-probabilities again.
         if self.num_output_tokens and sampling.prompt_logprobs >= 0:
             sampling = replace(sampling, prompt_logprobs=-1)
         return Submit(

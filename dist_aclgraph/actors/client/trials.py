@@ -1,14 +1,14 @@
-"""Trials: requests that lost their engine run again in one turn after another, until each of these
-requests has made progress.
+"""Trials: runs the requests of lost engines again. The requests run in turns: the next turn begins
+when each request of the current turn has made progress or has ended.
 
 A request might be the cause of its engine's death. Such a request would end every engine that runs
-it. The client does not know which request caused an engine's death, so the client tries the
-requests in one turn after another. A request that lost two engines without progress runs alone. But
-its engines may have died together for another reason. So the lone request runs only on an engine
-that started after the loss of the request's first engine. If this engine also dies, the request
-counts as the cause of the engines' deaths. An engine might also be broken, so that every request on
-this engine fails. To find such an engine, the first turn on each engine runs a probe, which is a
-request that the client makes itself.
+it. The client does not know which request caused an engine's death, so the client does not run all
+these requests in the same turn. A request that lost two engines without progress runs alone. But
+its engines may have died together for another reason. So this request waits for an engine that
+started after the request's first engine died. If this engine also dies, the request counts as the
+cause of the engines' deaths. An engine might also be broken, so that every request on this engine
+fails. To find such an engine, the first turn on each engine runs a probe, which is a request that
+the client makes itself.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_TURNS = 64
 
 
 class Trials:
-    """Owns the requests that lost their engines and wait to run again, in one turn after another.
-    The client's lock guards this object.
+    """Owns the requests that wait for a turn after the loss of an engine or after an outage. The
+    client's lock guards this object.
     """
 
     def __init__(self) -> None:
@@ -40,8 +40,8 @@ class Trials:
 
     @property
     def is_turn(self) -> bool:
-        """Whether a turn, in which requests of dead engines run again, is running. A turn runs
-        until each of its requests has made progress or has ended.
+        """Whether a turn with requests of dead engines is in progress. A turn runs until each of
+        its requests has made progress or has ended.
         """
         return bool(self._running)
 
@@ -69,9 +69,9 @@ class Trials:
         """Remove and return the requests that run again in the next turn. While a turn runs, return
         an empty list.
 
-        The first turns contain requests that lost one engine. Each of the next turns contains a
-        single request that lost several engines. The last turn contains all requests that lost no
-        engine.
+        The first turns contain requests that lost one engine. Then each turn contains a single
+        request that lost several engines. The last turn contains all requests that are no suspects,
+        e.g. requests that waited during an outage.
 
         Args:
             has_engine: a function that returns whether a given request may run on one of the

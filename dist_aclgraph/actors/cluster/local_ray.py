@@ -1,7 +1,7 @@
 """Joins an existing Ray cluster, or starts Ray on this machine.
 
-If this module starts Ray, this Ray serves this machine only: it listens on loopback and requires a
-token. Signals to the process group of Ray's driver do not reach this Ray. If one of Ray's daemons
+A Ray that this module starts serves this machine only. Such a Ray listens on loopback and requires
+a token. Signals to the process group of Ray's driver do not reach this Ray. If one of Ray's daemons
 dies, calls to Ray can hang forever. So the process that started Ray watches the daemons, and can
 kill all processes of this Ray.
 """
@@ -95,8 +95,8 @@ class ConnectedRay:
         self.death = ""
         self._daemons = daemons
         self._stopped = threading.Event()
-        # The time between two checks of a silent Ray: the timeout of a check plus a pause of a
-        # second.
+        # If Ray is silent, each check lasts until its timeout (ASK_S). Then a pause of a second
+        # follows.
         self._silence = Silence(silent_s, clock, every_s=ASK_S + RETRY_S)
         self._node_id = NodeID.from_hex(ray.get_runtime_context().get_node_id())
 
@@ -113,7 +113,7 @@ class ConnectedRay:
         watch_processes(names, tell, self._stopped)
 
     def unwatch(self) -> None:
-        """Stop watching, because the daemons will be ended on purpose."""
+        """Stop the watch before the daemons are ended on purpose."""
         self._stopped.set()
 
     def _end(self) -> None:
@@ -163,7 +163,8 @@ class LocalRay(ConnectedRay):
         self._handles = processes.open_handles(agents | set(daemons))
 
     def _end(self) -> None:
-        """Kill all processes of this Ray, because the surviving daemons would keep engines running.
+        """Kill all processes of this Ray. Otherwise the surviving daemons would keep engines
+        running.
 
         The clients of these engines notice the end of the processes at once.
         """
@@ -198,12 +199,12 @@ def start_ray(
 ) -> ConnectedRay:
     """Join the Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, start Ray on this machine.
 
-    If NPUs are emulated, a local Ray declares the usual number of NPUs of a real node, or the
-    number that the configuration needs if this number is larger.
+    If NPUs are emulated, a local Ray declares ``NPUS_OF_A_NODE`` NPUs, or more if the configuration
+    needs more.
 
     Args:
         starter: starts the processes of a local Ray. The returned object owns the starter.
-        waits: whether to wait until the existing cluster answers.
+        waits: whether to wait until the cluster at RAY_ADDRESS answers.
 
     Raises:
         PlacementError: no Ray can be joined or started; the message says what to do.
@@ -211,8 +212,9 @@ def start_ray(
     address, nodes_wait_s = ray_address(), gcs_wait_s()
     prepare_ray_environment(is_local=address is None, waits_for_gcs=address is not None)
     if address is None and ray_constants.ENABLE_RAY_CLUSTER:
-        # ``ray_constants`` was imported before we declared that this Ray is for one machine. The
-        # module is loaded again, so that it computes its constants again.
+        # ``ray_constants`` was imported before ``prepare_ray_environment`` set the environment
+        # variables. The module is loaded again, so that it computes its constants from these
+        # variables.
         importlib.reload(ray_constants)
     try:
         if address is not None:
@@ -255,7 +257,7 @@ def joined(
     """Return the connection to a cluster that another process has started.
 
     Steps do not need the control store. So a service continues while the control store is silent.
-    If the silence lasts too long, the raylet exits.
+    If the control store is silent for too long, the raylet exits. Then Ray counts as dead.
 
     Args:
         raylet: process id of this node's raylet; None if this process cannot watch the raylet.
@@ -326,8 +328,8 @@ def start_daemons(**options: Any) -> set[int]:
 
 
 def join_ray(local_address: str | None) -> None:
-    """Join the Ray cluster that RAY_ADDRESS names, or the cluster that a service has started on
-    this machine.
+    """Join the Ray cluster at ``local_address``. By default, join the cluster that RAY_ADDRESS
+    names; without RAY_ADDRESS, join the only Ray on this machine.
 
     Args:
         local_address: address of the service's Ray. If given, RAY_ADDRESS is ignored.
@@ -342,7 +344,8 @@ def join_ray(local_address: str | None) -> None:
         # The Ray of a service listens on loopback, and requires this user's token.
         if ray_constants.ENABLE_RAY_CLUSTER:
             importlib.reload(ray_constants)
-        # set now, because ``_init`` sets this log level only after Ray's first messages
+        # The level is set here, because Ray logs its first messages before ``_init`` sets the
+        # level.
         logging.getLogger("ray").setLevel(logging.ERROR)
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
@@ -387,7 +390,7 @@ def _only_ray() -> str:
 
 
 def _check_listener(address: str) -> None:
-    """Check that a process listens at ``HOST:PORT``, and that it accepts our token.
+    """Check that a Ray listens at ``HOST:PORT`` and accepts this process's token.
 
     Raises:
         ConnectionError: no process listens, or the process that listens is no Ray. Without this
@@ -427,14 +430,15 @@ def _init(address: str, **options: Any) -> None:
 
 @contextmanager
 def own_process_group() -> Iterator[None]:
-    """Start child processes in another process group, then return to this process's own group.
+    """Move this process to a new process group until the context ends. New child processes inherit
+    this group.
 
     ``timeout``, a shell or a supervisor sends signals to whole groups. Without this function, such
-    a signal would end Ray's daemons before the driver has stopped gracefully.
+    a signal would also end Ray's daemons, and the driver could not stop gracefully.
 
-    The leader of a group cannot leave the group. If this process is the leader, its child processes
-    start in the old group. A group ends with its last member. If this process was the last member
-    of the old group, this process cannot return, and stays in the new group.
+    The leader of a group cannot leave the group. If this process is the leader, this function does
+    nothing. If this process was the only member of its old group, the old group ends. Then this
+    process stays in the new group.
     """
     group = os.getpgrp()
     if group == os.getpid():

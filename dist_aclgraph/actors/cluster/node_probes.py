@@ -44,8 +44,8 @@ class NodeProbe:
         self._sockets: list[socket.socket] = []
 
     def answer(self, question: Callable[[], Any]) -> Any:
-        """Return the result of ``question``, a function of this package. This node's version of the
-        package computes the result.
+        """Call ``question``, a function of this package, and return the result. The code of the
+        function is the code that is installed on this node.
         """
         return question()
 

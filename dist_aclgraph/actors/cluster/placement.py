@@ -2,8 +2,8 @@
 
 Ray never splits a bundle over several nodes. So each tensor parallel group is one bundle on one
 node. If ``parallel.tp_across_nodes`` is set, each rank may be a bundle, and the group may span
-several nodes. The functions that do not call Ray decide what to request, and how the ranks are
-numbered after placement. The other functions call Ray, and wait for a limited time.
+several nodes. The functions that do not call Ray choose the bundles to request, and the order of
+the ranks. The other functions call Ray, and wait for a limited time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, NAMESPACE
 from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.topology import ParallelLayout
 
-# An emulated NPU is no resource of Ray. The rank of an emulated NPU requests this fraction of a
-# CPU, so that Ray counts the ranks and spreads them over the nodes.
+# An emulated NPU is no resource of Ray. So a rank with an emulated NPU requests a small fraction of
+# a CPU. Ray then considers the rank when Ray chooses nodes.
 EMULATED_RANK = {"CPU": 0.001}
 START = "start nodes with --resources='{\"NPU\": 8}'"
 ROOM_S, POLL_S = 5.0, 0.1
@@ -44,8 +44,8 @@ class Node:
     """A living node of the Ray cluster.
 
     Attributes:
-        npus: number of NPUs that the node declares. In the result of ``free_nodes``: number of the
-            node's unused NPUs.
+        npus: number of NPUs that the node declares. ``free_nodes`` stores the number of unused NPUs
+            here.
     """
 
     node_id: str
@@ -143,8 +143,8 @@ def plan_bundles(
     ]
     if tp_across_nodes:
         ways.append(BundleRequest({"NPU": 1}, size, 1, "PACK", labels))
-    # First try the bundles that suit the whole deployment. A lost group had such bundles, so a
-    # group with the same bundles fits on the same nodes.
+    # The first attempt counts all groups of the deployment, even if only one lost group is
+    # replaced. So the new group gets the bundles of the lost group, and fits on the same nodes.
     for count in (max(num_groups, len(layout.lockstep_groups)), num_groups):
         for request in ways:
             if has_places(request, fitting, count):
@@ -159,7 +159,7 @@ def plan_bundles(
 
 def has_places(request: BundleRequest, nodes: Sequence[Node], num_groups: int) -> bool:
     """Return whether the groups fit on these nodes. Ray may fill the nodes in any order. So the
-    answer is True only if the groups fit whatever order Ray uses.
+    result is True only if the groups fit for each possible order.
     """
     if "NPU" not in request.rank:
         return True  # no node declares emulated NPUs, so any node can be used
@@ -172,7 +172,7 @@ def rank_order(landed: Sequence[tuple[str, tuple[int, ...]]]) -> list[int]:
     """Return the workers' indexes in the order of their ranks. Neighbouring ranks get neighbouring
     NPUs of a node.
 
-    Ray never splits a bundle, so this order leaves each tensor parallel group on one node.
+    Each tensor parallel group is on one node, unless a group may span nodes (``plan_bundles``).
 
     Args:
         landed: for each worker, the node and the NPUs that Ray has assigned to it.
@@ -218,7 +218,7 @@ def free_nodes() -> list[Node]:
 def may_have_others(address: str) -> bool:
     """Return whether a cluster with a node at ``address`` can have other nodes, now or later.
 
-    A Ray on loopback has other nodes only if it simulates them.
+    A cluster on loopback has other nodes only if Ray simulates nodes on this machine.
     """
     return not ip_address(address).is_loopback or len(cluster_nodes()) > 1
 

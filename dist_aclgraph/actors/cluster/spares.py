@@ -10,7 +10,7 @@ from dist_aclgraph.errors import PlacementError
 
 
 class Spares:
-    """Owns placement groups in which no worker runs: the spares.
+    """Owns the spares. A spare is a placement group in which no worker runs.
 
     After ``give`` has released a placement group, ``refill`` requests another placement group. Ray
     places the requested group when NPUs are free, e.g. after a node has returned.
@@ -26,8 +26,8 @@ class Spares:
         self._held: list[PlacementGroup] = []
 
     def hold(self, request: BundleRequest, num_groups: int, timeout_s: float) -> None:
-        """Reserve all spares, and wait until Ray has placed them. To be called before the groups of
-        the deployment are placed.
+        """Reserve all spares, and wait until Ray has placed them. The controller calls this method
+        before it places the groups of the deployment.
 
         Args:
             request: the resources that one group requests.
@@ -49,8 +49,8 @@ class Spares:
             self._held.append(placement.reserve(request, timeout_s, self._name))
 
     def give(self) -> bool:
-        """Release the NPUs of one reserved placement group, so that the next group can use them.
-        Return False if none is reserved.
+        """Release one spare, so that a new lockstep group can use its NPUs. Return False if none is
+        reserved.
         """
         for group in self._held:
             if placement.is_placed(group):
@@ -60,7 +60,7 @@ class Spares:
         return False
 
     def refill(self, request: BundleRequest) -> None:
-        """Request a new placement group for each reserved one that was released."""
+        """Request a new spare for each spare that was released."""
         while len(self._held) < self._count:
             self._held.append(placement.ask_for(request, self._name))
 

@@ -98,9 +98,7 @@ class Controller:
     # ---- methods that also answer while start() or a change runs
 
     def progress(self) -> Progress:
-        """Return the progress of the deployment's start, or of the change of groups that is
-        running.
-        """
+        """Return the progress of the deployment's start, or of the current change of groups."""
         part = "" if self._serving is None else self._serving.part
         found = replace(self._progress, part=part)
         if found.state == State.LOADING.value:
@@ -118,8 +116,8 @@ class Controller:
         return self._failure if self._upkeep is None else self._upkeep.failure
 
     def handover(self) -> Handover:
-        """Return the values that a new controller would need. For the caller, the answer is also
-        this controller's heartbeat.
+        """Return the values that a new controller would need. An answer also shows the caller that
+        this controller is alive.
         """
         slowest_s = self._start_limit.slowest_s
         if self._serving is None:
@@ -138,8 +136,9 @@ class Controller:
         """Return the plan, the ranks, and the counters of every engine. Unknown values are left
         out.
 
-        The report has the values of the first group at its top level, and the other groups in
-        ``groups``. ``lost_groups`` contains the name of each lost group and the reason of its loss.
+        The top level of the report contains the report of the first group. ``groups`` contains the
+        reports of the other groups. ``lost_groups`` contains the name of each lost group and the
+        reason of its loss.
         """
         groups = self._groups if self._serving is None else list(self._serving.groups)
         lost_groups: list[str] = []
@@ -161,8 +160,8 @@ class Controller:
         return merged
 
     def _reports_of(self, groups: Sequence[LockstepGroup]) -> list[dict[str, Any]]:
-        """Ask all engines for reports at the same time, so that an engine that hangs does not delay
-        the reports of other engines.
+        """Request the reports of all engines at the same time. So an engine that hangs does not
+        delay other reports.
         """
         asked = [g.engine.report.remote() for g in groups if g.engine is not None]
         ready = ray.wait(asked, num_returns=len(asked), timeout=REPORT_S)[0] if asked else []

@@ -41,8 +41,8 @@ def open_group(group: LockstepGroup, token: str, controller_s: float) -> None:
     planner = group.planner
     timeout_s = planner.config.timeouts.join_s
     leader = group.workers.infos[0]
-    # HIXL is needed only to transfer files of KV blocks between nodes, so HIXL does not listen if
-    # there are no other nodes.
+    # HIXL only transfers files of KV blocks between nodes. So the group does not use HIXL if the
+    # cluster cannot have other nodes.
     uses_hixl = planner.config.fetches_by_hixl and placement.may_have_others(leader.node_ip)
     files = GroupFiles.of(
         planner.config, planner.facts, group.workers.node_ids, only_workers=uses_hixl
@@ -104,8 +104,9 @@ def _files_host(config: Config, node_ip: str) -> str | None:
 
 
 def _open_node_files(group: LockstepGroup, files: GroupFiles, token: str) -> tuple[NodeServer, ...]:
-    """Let workers manage the files of KV blocks of each node except the engine's node. If
-    ``GroupFiles.only_workers`` is set, let workers manage the files of the engine's node, too.
+    """Let workers manage the files of KV blocks of each node except the engine's node. The engine
+    manages the files of its own node, unless ``GroupFiles.only_workers`` is set. In that case,
+    workers manage the files of all nodes.
 
     Returns:
         The servers that these workers run, in the order of ``files.nodes``. Other groups fetch
@@ -153,7 +154,7 @@ def drain_groups(
     drain. The reason is "" if the group has drained.
 
     Args:
-        version: version of the group list. In the list of this version, these groups are draining.
+        version: version of the first group list in which these groups are draining.
     """
     draining: dict[Any, LockstepGroup] = {}
     for group in groups:
@@ -180,8 +181,8 @@ def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
 
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
-    """End the loops of engines and workers. Then let one process on each node delete the copies of
-    KV in the node's memory, if no other group uses these copies. Finally, kill the processes that
+    """End the loops of engines and workers. Then let one process on each node delete the KV copies
+    in the node's memory, unless another group uses the copies. Finally, kill the processes that
     still run.
     """
     stopping = {group.engine.stop.remote(): group for group in groups if group.engine is not None}

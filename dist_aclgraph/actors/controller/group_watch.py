@@ -1,4 +1,4 @@
-"""Watches a deployment's groups. When a group dies, the other groups continue."""
+"""Watches a deployment's groups. When a group dies, the other groups continue to serve."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Heartbeat:
     """Asks one actor for heartbeats again and again. The actor's control thread responds.
 
     Args:
-        ask: a function that asks the actor for the heartbeat with a given number.
+        ask: a function that sends the actor a heartbeat question with a given number.
     """
 
     def __init__(self, ask: Callable[[int], Any], link_s: float) -> None:
@@ -44,8 +44,8 @@ class _Heartbeat:
         if ray.wait([self._answer], timeout=0)[0]:
             self._silence.heard()
             self._number += 1
-            # The answer may be an error. An error does not prove that the actor is dead. Only the
-            # end of the actor's running call (``_owner``) proves its death.
+            # The answer may be an error. An error does not prove that the actor is dead. The death
+            # of an actor ends its running call, which ``GroupWatch._owner`` contains.
             self._answer = self._ask(self._number)
         elif self._silence.listen():
             return f"it has not answered for {self._silence.silent_s:.1f} s, not even a heartbeat"
@@ -105,8 +105,8 @@ class GroupWatch:
     def _forget(self, group: LockstepGroup) -> None:
         """Stop watching the running calls of a group's actors.
 
-        The engine still gets heartbeat questions, because they renew the engine's lease. The engine
-        must live until it has told its clients why the group was lost.
+        The heartbeat questions to the engine continue, because each question renews the engine's
+        lease. The engine must live until it has told its clients why the group was lost.
         """
         self._owner = {ref: owner for ref, owner in self._owner.items() if owner[0] is not group}
         self._heartbeats = [b for b in self._heartbeats if b[0] is not group or b[1] is None]
@@ -174,8 +174,8 @@ class GroupWatch:
         except DistAclGraphError as e:
             self._lose(group, str(e), rank)
             return
-        # The worker's loop ended because the engine's loop has ended. The engine itself tells its
-        # clients the reason.
+        # The worker is not lost: its loop ended because the engine's loop had ended. The engine
+        # itself tells its clients the reason.
         with self._lock:
             self._owner.pop(ended, None)
 

@@ -51,8 +51,7 @@ class LockstepGroup:
     number: int = 0  # clients use this number as the group's name; each group has its own number
     opened_at: Address | None = None  # address at which clients reach the group's engine
     blocks_at: BlockSource | None = None  # address at which other groups fetch the KV of prompts
-    # The workers that manage files of KV blocks; the engine manages only its own node's files, or
-    # none.
+    # The workers that manage files of KV blocks. The engine manages no files of other nodes.
     file_ranks: list[GroupRank] = field(default_factory=list)
     state: GroupState = GroupState.STARTING
     opened_s: float = 0.0  # time when the group started to serve
@@ -134,7 +133,9 @@ class LockstepGroup:
         return f"the group of ranks {', '.join(map(str, self.workers.ranks))}"
 
     def way_back(self) -> Way:
-        """Return how the lost group can be replaced, according to the facts that are known now."""
+        """Return how the lost group can be replaced. The result can change when more ranks are
+        lost.
+        """
         if self.state is GroupState.ABANDONED:
             return "REBUILD"
         recovery = self.planner.config.recovery
@@ -150,8 +151,8 @@ class LockstepGroup:
         )
 
     def give_up(self) -> None:
-        """Kill the workers of a lost group to free its NPUs. No surviving worker will join another
-        group.
+        """Kill all workers of a lost group, so that its NPUs become free. No worker can then join
+        another group.
         """
         if self.enter(GroupState.ABANDONED):
             self.workers.kill()

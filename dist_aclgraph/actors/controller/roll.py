@@ -30,8 +30,8 @@ def check_roll(old: Config, new: Config) -> None:
     """Check that groups with another configuration can replace groups of a running service.
 
     Raises:
-        ConfigError: a running service cannot change one of the changed keys, or the version of this
-            package.
+        ConfigError: ``new`` changes a key that a running service cannot change; or the version of
+            this package has changed.
     """
     for key in OF_THE_INGRESS:
         if getattr(old, key) != getattr(new, key):
@@ -68,7 +68,7 @@ def early_end(
 
 
 def _named(numbers: Sequence[int]) -> str:
-    """Return group numbers followed by a verb, e.g. ``groups 0, 2 run``."""
+    """Return a subject and a verb for these group numbers, e.g. ``groups 0, 2 run``."""
     if len(numbers) == 1:
         return f"group {numbers[0]} runs"
     return f"groups {', '.join(map(str, numbers))} run" if numbers else "no group runs"

@@ -56,7 +56,7 @@ class ServingGroups:
 
     Args:
         deployment: name of the deployment; the names of placement groups begin with it.
-        term: the values that this controller has received from previous controllers.
+        term: the values that previous controllers have passed to this controller.
         planner: the planner for the configuration of the first groups.
         spares: the NPUs that are reserved for groups that lose their own NPUs.
         starter: starts the processes of groups.
@@ -106,8 +106,8 @@ class ServingGroups:
 
     @property
     def config(self) -> Config:
-        """The configuration of the group that started last. The next group that is added gets the
-        same configuration.
+        """The configuration of the group that started last. ``scale`` and ``replace_one`` add
+        groups with this configuration.
         """
         return self._planner.config
 
@@ -177,8 +177,8 @@ class ServingGroups:
         self._publish()
 
     def _lacks_prefill(self, config: Config, new: Sequence[LockstepGroup]) -> bool:
-        """Whether the number of groups that compute prompts is lower than the configured number. A
-        group that is being replaced is not counted.
+        """Whether there are fewer prefill groups than ``parallel.prefill_groups``. The group that a
+        roll is replacing is not counted.
         """
         stay = [each for each in (*self.taking, *new) if each is not self._leaving]
         return sum(each.prefills for each in stay) < config.parallel.prefill_groups
@@ -211,8 +211,8 @@ class ServingGroups:
             self._drain(surplus(self.taking, count))
 
     def replace_one(self) -> None:
-        """Start a group if a group is missing. Remove one lost group from the list that clients
-        get.
+        """Start a group if a group is missing. Then remove one lost group from the clients' group
+        list.
 
         If possible, the surviving workers of the lost group become part of the new group.
 
@@ -261,8 +261,8 @@ class ServingGroups:
         the old configuration.
 
         Raises:
-            ConfigError: a running service cannot change one of the changed keys; or the new groups
-                cannot run requests of the context length that was promised to clients.
+            ConfigError: ``config`` changes a key that a running service cannot change; or the new
+                groups cannot run requests of the context length that was promised to clients.
             PlacementError: there is only one group, and there are no NPUs for a second group.
             EngineUnavailableError: another change is running.
             RollError: the roll ended early; the message says which group runs which configuration.
@@ -285,7 +285,7 @@ class ServingGroups:
                     if self.taking == before:
                         raise cause from e
                     raise RollError(early_end(self.taking, planner, self.num_wanted, cause)) from e
-            self._spares.release()  # the new configuration can change the size of groups
+            self._spares.release()  # these spares may have the wrong size for new groups
             self._ask_for_spares()
 
     def _replace(self, group: LockstepGroup, planner: Planner) -> None:
@@ -361,7 +361,7 @@ class ServingGroups:
         self.check_room(1, placement.ROOM_S)
 
     def prepare_starter(self) -> None:
-        """If the fork server has died, start another one before a group needs it."""
+        """If the fork server has died, start a new fork server before a group needs one."""
         if not self.is_changing:
             self._starter.command(self.config)
 
@@ -378,13 +378,12 @@ class ServingGroups:
 
     def _may_rejoin(self, group: LockstepGroup) -> bool:
         # A new group has the newest configuration. Workers have the weights of the configuration
-        # with which they were started. So only workers with the newest configuration can join the
-        # new group.
+        # with which they were started. So a worker can join the new group only if the worker was
+        # started with the newest configuration.
         return group.planner is self._planner and group.way_back() == "REJOIN"
 
     def _make_room(self) -> None:
-        """Get NPUs for the group that replaces a lost group: release reserved NPUs (a spare), or
-        check that NPUs are free.
+        """Find NPUs for a replacement group: release a spare, or check that enough NPUs are free.
 
         The check can be wrong: Ray notices the death of a node late, and counts the node's NPUs as
         free until then. So Ray may place the group on a dead node.
@@ -452,7 +451,7 @@ class ServingGroups:
             self.groups.remove(group)
         self._publish()
         stop_groups(groups, self.config.timeouts.stop_s)
-        run_directory.sweep()  # removes directories of engines that died on this node
+        run_directory.sweep()  # ``sweep`` removes the directories of dead engines
 
     def _publish(self) -> int:
         """Send the list of groups to all engines. Return the version of the list."""
@@ -477,8 +476,8 @@ def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
 def surplus(groups: Sequence[LockstepGroup], count: int) -> list[LockstepGroup]:
     """Return the groups that must be drained so that ``count`` groups remain.
 
-    First, the groups that generate output are drained, but at least one of them remains. Then
-    prefill groups are drained. Of the groups of each kind, the newest group is drained first.
+    First, groups that generate output are drained, but one such group always remains. Then prefill
+    groups are drained. Of the groups of each kind, the newest group is drained first.
 
     Args:
         groups: the groups that accept requests, the oldest first.

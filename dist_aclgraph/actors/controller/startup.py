@@ -1,8 +1,8 @@
 """Runs the phases of a start, from the configuration to captured graphs. All groups of the start
 run the phases in parallel.
 
-Lockstep groups wait for each other only when they agree on a common plan. Each phase has a
-deadline. An error names the rank and the phase.
+A group waits for other groups only to agree on a common plan. Each phase has a deadline. An error
+names the rank and the phase.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from dist_aclgraph.topology import GroupRank, Ranks
 # The first epoch of a group. The epoch grows by 1 each time that the group resumes after a fault.
 EPOCH = 1
 MIB = 1 << 20
-TRIAL_BLOCKS = 2  # trial steps need few blocks, because all rows of such a step are padding
+TRIAL_BLOCKS = 2  # few blocks suffice, because trial steps have only padding rows
 
 T = TypeVar("T")
 Job = TypeVar("Job")
@@ -104,11 +104,11 @@ class Startup:
         self._come_up()
 
     def rejoin(self, left: WorkerGroup, lost: Collection[GroupRank]) -> None:
-        """Run all phases for one group that consists of surviving workers. New workers replace the
-        lost ranks.
+        """Run all phases for a new group of surviving workers. New workers get the lost ranks.
 
         Args:
-            left: the workers of the lost group. All surviving workers have left that group.
+            left: the workers of the lost group. The surviving workers no longer belong to this
+                group.
 
         Raises:
             DistAclGraphError: the first error.
@@ -134,7 +134,7 @@ class Startup:
     def _start_command(self) -> str | None:
         """Return the command that starts ranks and engines.
 
-        None means Ray's own command, which is always used if the cluster has more than one node.
+        None means Ray's own command. A cluster with several nodes always uses Ray's own command.
         """
         if len(placement.cluster_nodes()) > 1:
             return None
@@ -152,8 +152,8 @@ class Startup:
         self._enter(phase)
 
     def _go_on_to_capture(self) -> None:
-        """Enter CAPTURING; later calls have no effect. Groups that share a plan (a scope) call this
-        when they have their plan, while other groups may still negotiate.
+        """Enter CAPTURING; later calls have no effect. Called when the groups of one scope have
+        their plan; other scopes may still negotiate.
         """
         with self._moving:
             if self._phase is State.NEGOTIATING:
@@ -177,8 +177,8 @@ class Startup:
                     deployment=deployment,
                     python=self._python,
                 )
-            # The error is raised after all groups have been placed or have failed. So every placed
-            # group is stored, and its processes can be ended.
+            # The error is raised after all groups have been placed or have failed. So all placed
+            # groups are stored in ``_groups``, and the caller can end their processes.
             except Exception as e:
                 return e
 
@@ -199,8 +199,8 @@ class Startup:
             group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
         timeouts = self._config.timeouts
         # Processes of a fork server start only after the fork server has loaded its libraries.
-        # Without a fork server, processes load the libraries in the phase JOINING. So the time for
-        # JOINING is added to the limit for a fork server.
+        # Without a fork server, processes load the libraries in the phase JOINING. So the limit for
+        # a fork server contains the time for JOINING.
         longest_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
         timeout_s, started_s = self._start_limit.seconds(longest_s), time.monotonic()
         try:
@@ -298,8 +298,8 @@ class Startup:
             for_each_rank(num_blocks, self._planner.max_model_len, largest),
         )
         # To prepare a graph, a rank runs an eager step, which creates the HCCL domains and the side
-        # streams. A rank must not offer these streams, so all graphs are prepared before ranks make
-        # offers.
+        # streams. A rank must offer only the remaining streams. So all graphs are prepared before
+        # the offers.
         for graph in largest:
             answers = group.workers.carry_out("prepare", timeout_s, graph)
             for rank, answer in zip(group.workers.ranks, answers, strict=True):
@@ -317,8 +317,8 @@ class Startup:
             group.offers = probe_graphs(self._transaction(group), largest, group.offers)
 
     def _plan_groups(self, groups: list[LockstepGroup]) -> None:
-        """Negotiate a plan for ``groups``, give the remaining memory to the caches, and capture the
-        plan.
+        """Negotiate a plan for ``groups``, allocate the caches in the remaining memory, and capture
+        the plan.
         """
         config, planner = self._config, self._planner
         negotiated = planner.negotiate([offer for group in groups for offer in group.offers])
@@ -357,7 +357,7 @@ class Startup:
 
     def _capture(self, group: LockstepGroup, plan: GraphPlan) -> CaptureRecord:
         transaction = self._transaction(group)
-        if group.record is not None:  # the group has already captured another plan
+        if group.record is not None:  # release the graphs of the previous plan
             transaction.release(group.record.plan.capture_order)
 
         def show(record: CaptureRecord, graph: BatchDescriptor | None) -> None:
@@ -384,7 +384,8 @@ def side_by_side(work: Callable[[Job], T], parts: Sequence[Job]) -> list[T]:
     order of ``parts``.
 
     Raises:
-        Exception: the first error. The caller then stops the actors of all parts.
+        Exception: the first error. The caller must stop the actors of all parts, because other
+            threads may still run.
     """
     pool = concurrent.futures.ThreadPoolExecutor(len(parts), "group")
     try:
@@ -420,7 +421,7 @@ def _wait_for_engine(engine: Any, timeout_s: float) -> None:
 
 
 def _places(workers: WorkerGroup, rendezvous: str) -> Callable[[int], tuple[Any, ...]]:
-    """Return a function that maps a worker's index to the arguments of its ``Worker.join``: its
-    world rank, its index, and the rendezvous.
+    """Return a function that maps a worker's index to the arguments of ``Worker.join``: world rank,
+    index, rendezvous.
     """
     return lambda index: (workers.ranks[index], index, rendezvous)

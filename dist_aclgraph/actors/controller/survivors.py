@@ -1,9 +1,10 @@
-"""Finds workers of a lost group that can join another group without loading weights again.
+"""Finds the survivors of a lost group. Survivors can join another group without loading weights
+again.
 
 A worker is a survivor if all of the following is true: its process answers; its step loop ended
 gracefully or because the engine died; its device can be stopped and used again; the failure has not
-damaged the memory of the device. All other workers are killed. ``gather_survivors`` returns after
-the bundles of these other workers are free.
+damaged the memory of the device. All other workers are killed. ``gather_survivors`` returns True
+only after the processes of the killed workers have ended.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def _failed(group: LockstepGroup, ranks: Sequence[GroupRank]) -> list[GroupRank]
 
 
 def _has_failed(group: LockstepGroup, rank: GroupRank, done: Any) -> bool:
-    """Return whether the worker's call ``done``, which has ended, raised an error. EngineDeadError
-    does not count, because it means that only the engine has failed.
+    """Return whether the ended call ``done`` of a worker raised an error. EngineDeadError does not
+    count, because it means that only the engine has failed.
     """
     world_rank = group.workers.ranks[rank]
     try:
@@ -80,8 +81,8 @@ def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -
     """Let the workers of ``ranks`` leave their group. Return the ranks of the workers that did not
     leave in time.
 
-    First, each worker is told to end its step loop, because the loop does not end by itself if the
-    engine hangs, or if the engine's node has died.
+    First, each worker is told to end its step loop. If the engine hangs, or the engine's node has
+    died, the loop does not end by itself.
     """
     for rank in ranks:
         group.workers.workers[rank].dismiss.remote()
@@ -95,10 +96,10 @@ def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -
 def _end(group: LockstepGroup, ranks: Sequence[GroupRank]) -> bool:
     """Kill the workers of ``ranks``. Return whether the processes of all these workers have ended.
 
-    Ray counts an actor as dead as soon as Ray is asked to kill the actor, although the process may
-    still run. Ray also notices the death of a node late. So Ray's answers do not show whether a
-    process has ended. Instead, a survivor on the same node kills the process, and waits for the end
-    of the process.
+    After ``ray.kill``, Ray counts the actor as dead at once, although the process may still run.
+    Ray also notices the death of a node late. So Ray's answers do not show whether a process has
+    ended. Instead, a survivor on the same node kills the process, and waits for the end of the
+    process.
     """
     workers, infos = group.workers.workers, group.workers.infos
     ending = []

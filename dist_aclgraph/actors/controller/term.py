@@ -1,4 +1,4 @@
-"""The values that a deployment's next controller takes over after a controller has died."""
+"""The values that a deployment's controller takes over from a dead controller."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 from dist_aclgraph.config import Config
 
-# A controller begins to number its groups at a multiple of GROUPS_OF_A_TERM, and the versions of
-# its group list at a multiple of VERSIONS_OF_A_TERM. A controller creates fewer than
-# GROUPS_OF_A_TERM groups and VERSIONS_OF_A_TERM versions, so no two controllers use the same
-# number.
+# The number of a controller's first group is a multiple of GROUPS_OF_A_TERM. The version of its
+# first group list is a multiple of VERSIONS_OF_A_TERM. A controller never creates so many groups or
+# versions that it reaches the next multiple.
 GROUPS_OF_A_TERM, VERSIONS_OF_A_TERM = 1_000, 1 << 32
 
 

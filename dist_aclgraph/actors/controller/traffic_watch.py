@@ -18,8 +18,8 @@ from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.rebucketing import Release, reunite
 from dist_aclgraph.planning.traffic import TrafficHistory
 
-# Seconds that a ``TrafficWatch`` waits for the answers of all groups. After this time, it uses only
-# the answers that have arrived.
+# Seconds that a ``TrafficWatch`` waits for the answers of all groups. After this time, the watch
+# uses only the answers that have arrived.
 ANSWER_S = 10.0
 
 
@@ -53,8 +53,8 @@ class TrafficWatch:
         return not self._groups
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
-        """Add groups. A later call of ``look`` sends the new groups the plan of the other groups.
-        Any thread may call this method.
+        """Add groups. If the groups have different plans, a later call of ``look`` sends one common
+        plan to all groups. Any thread may call this method.
         """
         self._groups = [*self._groups, *groups]
 
@@ -66,8 +66,8 @@ class TrafficWatch:
         """If a check is due, read the traffic. If another plan is better for this traffic, change
         to that plan.
 
-        A group that is still changing its plan gets no further change. If the groups have
-        different plans because a capture failed, all groups get one common plan again.
+        While a group is still changing its plan, no group gets a new plan. If the groups have
+        different plans, e.g. after a failed capture, all groups get one common plan.
         """
         if not self._asked:
             groups = [g for g in self._groups if g.state is GroupState.SERVING]

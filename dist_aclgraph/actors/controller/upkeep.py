@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 COUNT_S = 1.0  # seconds between two counts of running and waiting requests
-# seconds between the first failed attempt to add a group and the next attempt
+# seconds of pause after the first failed attempt to add a group; see ``Backoff`` for later pauses
 GROWTH_PAUSE_S = 30.0
 
 
@@ -60,7 +60,8 @@ class Upkeep:
             the engines are queried.
 
     Attributes:
-        trouble: why the last attempt to replace a missing group failed; "" if no group is missing.
+        trouble: why the last attempt to replace a missing group failed, or why no attempt is
+            allowed; "" if there is no such problem.
     """
 
     def __init__(
@@ -142,8 +143,8 @@ class Upkeep:
     def failure(self) -> str:
         """Why service has ended for good; "" if a group serves or may serve later."""
         watch = self._serving.watch
-        # ``serves`` is checked first: a new group serves for a moment before ``watch`` knows the
-        # group.
+        # A new group serves before ``watch`` knows the group. So ``serves`` is checked before
+        # ``watch.failure``, which might report that all known groups are lost.
         if self._serving.serves or watch.trouble:
             return watch.trouble
         failure, end = watch.failure(), self.ends_recovery
@@ -181,12 +182,12 @@ class Upkeep:
         return sum(g.served_s >= SOUND_S and g.number not in self._seen_lost for g in lost)
 
     def _give_back(self) -> None:
-        """Add a restart to the budget for each newly lost group that had served for at least
-        ``SOUND_S``.
+        """Add one restart to the budget for each lost group that had served for at least
+        ``SOUND_S``. Each lost group is handled once.
 
-        The budget limits the restarts after a lasting fault, which ends every new group within
-        ``SOUND_S``. If a group served for longer, its restart was useful, so the budget does not
-        count this restart.
+        A lasting fault ends every new group within ``SOUND_S``. The budget limits the restarts
+        after such a fault. The restart of a group that served for longer was useful, and does not
+        count.
         """
         lost = self._serving.lost
         for _ in range(self._num_returned(lost)):
@@ -282,8 +283,9 @@ class Demands:
         self._said: dict[int, tuple[int, int]] = {}
 
     def look(self, groups: Sequence[LockstepGroup]) -> tuple[int, int]:
-        """Return the numbers of running and of waiting requests, summed over the engines' last
-        answers. Then send a new question to each engine that has answered the previous question.
+        """Return the number of running requests and the number of waiting requests of all groups,
+        according to the engines' last answers. Then send a new question to each engine that has
+        answered the previous question.
         """
         numbers = {group.number for group in groups}
         self._asked = {n: ref for n, ref in self._asked.items() if n in numbers}

@@ -1,8 +1,8 @@
 """The driver checks that the controller answers, and replaces a dead controller.
 
 When a controller dies, Ray ends all actors that the controller has started. So the next controller
-starts the same number of groups again, with the latest configuration. The requests of the lost
-groups wait in the clients until a group serves.
+starts the same number of new groups, with the latest configuration. The requests of the lost groups
+wait in the clients until a group serves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POLL_S = 0.1
 LOOK_S = 1.0
 JOIN_S = 5.0  # seconds to wait for the end of the keeper's thread
 NAME_S = 30.0  # seconds that Ray might need to free the name of a dead controller
-LEASES = 2  # a controller must answer within this multiple of ``timeouts.link_s``
+LEASES = 2  # a controller that is silent for LEASES * ``timeouts.link_s`` counts as dead
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ def make_controller(
     process.
 
     Args:
-        starter: starts the controller and its workers. None if another process has started the
-            cluster. In this case Ray starts the controller, and the controller chooses a starter
-            for its workers.
+        starter: starts the controller and its workers. If another process has started the cluster,
+            ``starter`` is None. In this case Ray starts the controller, and the controller chooses
+            a starter for its workers.
 
     Raises:
         RayError: the process cannot be started.
@@ -78,9 +78,9 @@ def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
     """Yield the controller's progress again and again until ``work`` is done. Yield None while the
     progress is unknown.
 
-    A late answer does not count as a failure, because a controller's process can start slowly on a
-    busy machine. ``work``, a call to the controller, has its own time limits, and ends with an
-    error if the controller dies.
+    A late answer of the controller is no failure, because the controller's process can start slowly
+    on a busy machine. ``work`` is a call to the controller. The call has time limits, and ends with
+    an error if the controller dies.
     """
     asked = None
     while not ray.wait([work], timeout=POLL_S)[0]:
@@ -134,8 +134,8 @@ class ControllerKeeper:
         self._term = Term(0, reach.token, reach.max_model_len)
         self._silence = Silence(LEASES * config.timeouts.link_s)
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
-        # Locked while a controller is created, and in ``stop``. So no controller is created after
-        # ``stop``.
+        # The creation of a controller and ``stop`` exclude each other. So no controller is created
+        # after ``stop``.
         self._making = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="controller-keeper", daemon=True)
@@ -152,7 +152,7 @@ class ControllerKeeper:
         """Stop the checks, start no other controller, and return the last controller."""
         with self._making:
             self._stopping.set()
-        self._thread.join(JOIN_S)  # the thread's calls after ray.shutdown() would start another Ray
+        self._thread.join(JOIN_S)  # after ray.shutdown(), a call of the thread would start a Ray
         return self.controller
 
     def end_by_force(self) -> None:
@@ -166,9 +166,9 @@ class ControllerKeeper:
         while not self._stopping.wait(LOOK_S) and not self.failure:
             try:
                 death = self._look()
-                if death and self._has_ray():  # if Ray has died, every call to Ray hangs
+                if death and self._has_ray():  # without Ray, the calls of ``_replace`` would hang
                     self._replace(death)
-            except RayError as e:  # Ray itself has failed; the owner of Ray will notice
+            except RayError as e:  # Ray itself has failed; ``ConnectedRay`` notices this
                 logger.debug("asking the controller failed: %s", e)
             except Exception:  # catch any exception, because the next check can succeed
                 logger.exception("looking after the controller failed")

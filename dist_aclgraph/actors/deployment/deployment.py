@@ -41,16 +41,16 @@ from dist_aclgraph.topology import NO_RANK
 ANSWER_S, STOP_S = 10.0, 60.0  # seconds to wait for the controller's answers
 
 # Errors that mean that the controller has not answered. The controller is dead or busy, or Ray
-# cannot reach it, for example because the control store does not answer. The controller's keeper or
-# the check of Ray finds the reason.
+# cannot reach the controller, e.g. because the control store does not answer. ``ControllerKeeper``
+# or ``ConnectedRay`` finds the reason.
 UNKNOWN = (ActorDiedError, ActorUnavailableError, GetTimeoutError)
 
 
 class RayDeployment(Deployment):
     """A deployment whose processes are actors of Ray.
 
-    Owns the keeper of its controller. Also owns the connection to Ray if this process made the
-    connection for this deployment.
+    Owns the ``ControllerKeeper`` of the deployment. Also owns the connection to Ray if this process
+    made the connection for this deployment.
 
     Args:
         connected: the Ray to which this process connected for this deployment; None if this process
@@ -118,7 +118,7 @@ class RayDeployment(Deployment):
             raise EngineDeadError(failure)
 
     def outlook(self) -> Outlook:
-        """Return the deployment's status, which a client needs while it knows no serving group.
+        """Return the deployment's status, for clients that know no serving group.
 
         Raises:
             EngineDeadError: the deployment has ended.
@@ -205,7 +205,7 @@ def start(
 
     Args:
         starter: starts processes; used only if this process has started Ray, or starts Ray now.
-        waits_for_ray: whether to wait until the existing cluster answers.
+        waits_for_ray: whether to wait until the cluster at RAY_ADDRESS answers.
 
     Raises:
         ConfigError, ModelError: the model, or its combination with ``config``, is not supported.
@@ -216,10 +216,10 @@ def start(
     """
     tell = on_progress or (lambda progress: None)
     check_startable(config)
-    PeersKey.read(config)  # a file that cannot be used is reported before anything is started
+    PeersKey.read(config)  # an unusable key file must be reported before any process starts
     owns_connection = not ray.is_initialized()
     # Only a local Ray uses the devices of this node. In an existing cluster, this node may have no
-    # device, and the workers check their devices.
+    # device. There, each worker checks its own device.
     is_local = owns_connection and ray_address() is None
     config = decide_device(config, "here" if is_local else "cluster")
     if is_local and config.device.kind == "emulated":
@@ -230,7 +230,8 @@ def start(
         tell(Progress("STARTING_RAY" if is_local else "JOINING_RAY"))
     try:
         if starter is not None:
-            starter.command(config)  # the fork server loads libraries while Ray starts
+            # A fork server starts here, and loads libraries while Ray starts.
+            starter.command(config)
         connected = start_ray(config, starter, waits=waits_for_ray) if owns_connection else None
     except BaseException:
         if starter is not None:
@@ -275,4 +276,4 @@ def _wait_for(controller: Any, connected: ConnectedRay | None, tell: OnProgress)
 def _leave(connected: ConnectedRay | None) -> None:
     if connected is not None:
         connected.stop()
-        run_directory.sweep()  # removes the directories of engines that were killed
+        run_directory.sweep()  # ``sweep`` removes the directories of killed engines

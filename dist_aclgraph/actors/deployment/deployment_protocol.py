@@ -28,7 +28,7 @@ class Deployment(Protocol):
         ...
 
     def outlook(self) -> Outlook:
-        """Return the deployment's status, which a client needs while it knows no serving group."""
+        """Return the deployment's status, for clients that know no serving group."""
         ...
 
     def restarts_left(self) -> int:

@@ -195,8 +195,8 @@ class LLM:
         Args:
             lora_request: must be None, because LoRA is not offered.
             chat_template: name of one of the checkpoint's templates.
-            chat_template_content_format: has no effect, because the code of the template shows
-                whether the template reads texts or lists of parts.
+            chat_template_content_format: has no effect. The code of the template shows whether the
+                template reads texts or lists of parts.
             chat_template_kwargs: variables of the template, e.g. ``{"enable_thinking": False}``.
             mm_processor_kwargs: must be None.
 
@@ -421,13 +421,13 @@ class LLM:
         return with_structure(found, self._grammars)
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return all token ids of a text; a later function may cut ids off."""
+        """Return all token ids of a text, without truncation."""
         return self.tokenizer.encode(
             text, add_special_tokens=add_special_tokens, max_tokens=sys.maxsize
         )
 
     def _prepare(self, given: GivenPrompt, params: SamplingParams) -> list[_RunningOutput]:
-        """Check a prompt, and return one choice for each output that ``params`` requests."""
+        """Check a prompt, and return one ``_RunningOutput`` for each of ``params.n`` outputs."""
         ids = self._encode(given.text or "") if given.ids is None else token_ids(given.ids)
         self.tokenizer.check_ids(ids, "prompt")
         if not ids:
