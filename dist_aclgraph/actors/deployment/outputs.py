@@ -99,7 +99,7 @@ class RequestOutput:
         return all(output.finished() for output in self.outputs)
 
     def add_prompt_logprobs(self, parts: Iterable[PromptLogprobs], tokenizer: Tokenizer) -> None:
-        """Set the prompt's log-probabilities. Only the first delta that contains them has an
+        """Set the prompt's log-probabilities. Only the first call with log-probabilities has an
         effect.
         """
         rows = [as_logprobs(row, tokenizer) for part in parts for row in part.rows()]
@@ -142,7 +142,9 @@ class ScoringRequestOutput:
 
 
 def as_logprobs(row: RowLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """Return log-probabilities by token id. The chosen token is the first key."""
+    """Return log-probabilities by token id. The first key is the token that is at this position of
+    the output or of the prompt.
+    """
     return {
         token_id: Logprob(logprob, rank, tokenizer.own_text(token_id))
         for token_id, (logprob, rank) in row.ranked().items()

@@ -1,8 +1,9 @@
 """An ingress sends questions to the owner of its deployment (the process that has started it), in
 MessagePack over a Unix socket.
 
-The supervisor of owner and ingress holds the listening socket. If the owner dies, the next owner
-uses the same socket. If the ingress gets no answer, it repeats the question.
+The owner and the ingress have the same supervisor. The supervisor owns the listening socket. If the
+owner dies, the next owner uses the same socket. If the ingress gets no answer, it repeats the
+question.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dist_aclgraph.errors import NotAMessageError
 T = TypeVar("T")
 
 MAX_BYTES = 16 << 20  # maximum size of one message
-WAITING = 64  # length of the listen queue, which also holds connections that timed out
+WAITING = 64  # length of the listen queue; connections that have timed out stay in the queue
 LOOK_S, LOOK_MS = 0.05, 500
 CONNECT_S = 1.0
 ADMISSION_S = 1.0  # seconds to wait for an answer that needs no call to Ray
@@ -51,8 +52,8 @@ class Admission(msgspec.Struct, frozen=True):
     Attributes:
         end: why the ingress must admit no more requests; "" while it may admit requests.
         drain_s: how long the running requests may take to end, in seconds.
-        restarts_left: how many lost controllers and owners may still be replaced within this hour;
-            the keys are ``controller`` and ``owner``. A key is missing if its number is unknown.
+        restarts_left: the number of restarts that are still allowed within this hour, for each of
+            the keys ``controller`` and ``owner``. A key is missing if its number is unknown.
     """
 
     end: str = ""

@@ -41,7 +41,8 @@ class RunningDeployment:
         progress.
 
         Raises:
-            DistAclGraphError: the change failed; all groups that served continue to serve.
+            DistAclGraphError: the change failed. The groups that served before the change continue
+                to serve.
         """
         for progress in progress_of(self._controller, change):
             if progress is not None:
@@ -62,8 +63,8 @@ def running_deployment(
             started a Ray.
 
     Raises:
-        PlacementError: no cluster or no deployment was found; or several were found, and the
-            argument that chooses one of them is None.
+        PlacementError: no cluster or no deployment was found; several clusters were found, and
+            ``local_ray`` is None; or several deployments were found, and ``name`` is None.
     """
     with joined_ray(local_ray):
         try:

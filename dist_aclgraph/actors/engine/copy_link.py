@@ -1,8 +1,8 @@
 """CopyLink: sends copy jobs to the workers, and receives the jobs' results.
 
 The link sends a message when jobs begin. While jobs run, the link also sends messages between the
-steps; at most two messages are unanswered at a time. Each message lets the workers continue their
-jobs between two steps. Workers send only answers to these messages.
+steps; at most two messages are unanswered at a time. When a worker receives such a message between
+two steps, the worker continues its jobs. Workers send only answers to these messages.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 class CopyLink:
-    """Connects the scheduler's copy jobs with the workers.
+    """Sends the scheduler's copy jobs to the workers, and reports the workers' results to the
+    scheduler.
 
     Args:
         timeout_s: time limit in seconds. If no job of a data-parallel rank ends in this time, the
-            requests of the rank stop waiting for copies, and the model computes the tokens of these
+            rank's requests stop waiting for copies. The model then computes the tokens of these
             requests. The blocks of the jobs stay reserved, because workers may still write to these
             blocks.
     """
@@ -36,7 +37,7 @@ class CopyLink:
         self._number = 0
         self._num_read: dict[int, dict[str, int]] = {}  # last known ``num_read`` of each worker
         self._fetched: dict[int, dict[str, int]] = {}  # last known ``fetched`` of each worker
-        self._answered = [0] * channel.num_workers  # for each worker, its last answered number
+        self._answered = [0] * channel.num_workers  # last message answered by each worker
         self._touched_s = time.monotonic()
         # for each data-parallel rank, the last known number of its ended copy jobs
         self._num_ended = [0] * len(scheduler.copies.ranks)
@@ -68,8 +69,8 @@ class CopyLink:
         return dict(found)
 
     def take_answers(self) -> None:
-        """Apply the workers' answers that have arrived. If this method is called before the
-        decision of a step, a request whose blocks were read can run in this step.
+        """Apply the workers' answers that have arrived. Call this method before the decision of a
+        step. Then this step can run the requests whose blocks have been read.
         """
         scheduler = self._scheduler
         for answer in self._channel.take_copied():
@@ -101,8 +102,8 @@ class CopyLink:
         jobs = scheduler.copies.take_jobs(is_idle=is_idle, may_touch=may_touch)
         self._give_up_late(now_s)
         # While a step is in flight, the answer to the last message arrives only after the next
-        # decision. If the link waited for this answer before the next message, workers would
-        # continue their jobs only in every second step.
+        # decision. So the link sends the next message before this answer arrives. Otherwise,
+        # workers would continue their jobs only in every second step.
         num_unanswered = self._number - min(self._answered)
         is_due = num_unanswered == 0 or (num_unanswered == 1 and not is_idle)
         if any(jobs) or (scheduler.copies.is_running and is_due):
@@ -113,8 +114,8 @@ class CopyLink:
         """If no job of a rank has ended for ``timeout_s``, the rank's requests stop waiting for
         jobs.
 
-        A job counts as ended when all workers have ended the job. So a single slow worker is
-        noticed.
+        A job counts as ended when all workers have ended the job. So one slow worker suffices to
+        exceed the time limit.
         """
         for rank, copies in enumerate(self._scheduler.copies.ranks):
             if not copies.num_running or copies.num_ended != self._num_ended[rank]:

@@ -166,8 +166,8 @@ class Engine:
             clients_host: this node's address if clients may be on other nodes; otherwise None.
 
         Returns:
-            The URL of a file. If all workers are on this node, they use this file to form the HCCL
-            groups.
+            The URL of a file. The workers form the HCCL groups with this file if all workers are on
+            this node.
         """
         place = Place(node_id, self._directory.path, workers_host, self._config.cluster.port_range)
         self._world_ranks = tuple(world_ranks)
@@ -274,8 +274,8 @@ class Engine:
                 "restarts_left": self._restarts.num_left(time.monotonic()),
             },
         )
-        # All objects that exist at this point stay alive until the engine ends, so later garbage
-        # collections skip these objects.
+        # All objects that exist at this point stay alive until the engine ends. ``freeze`` excludes
+        # these objects from later garbage collections.
         gc.collect()
         gc.freeze()
         self._log.group, self._log.get_epoch = settings.group, lambda: scheduler.epoch
@@ -289,7 +289,7 @@ class Engine:
         blocks to other nodes, and prepare to fetch files from other nodes. Return the addresses
         from which other groups and services fetch this group's files.
 
-        If only workers fetch files, the engine fetches no files, and sends the workers the
+        With ``files.only_workers``, the workers fetch all files. The engine sends the workers the
         addresses of the other groups.
         """
         config, at, place = self._config, self._clients_at, files.places[0]

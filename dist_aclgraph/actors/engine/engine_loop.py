@@ -54,7 +54,7 @@ STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # seconds between two checks while there is no work
 COPYING_S = 0.002  # seconds between two checks while copy jobs run, but no step runs
 UNHELD_S = 0.01  # seconds between two checks of the lease while the lease is not held
-# A mean step time is reported after MEAN_FROM steps, and covers about the last MEAN_OF steps.
+# A mean step time is reported after MEAN_FROM steps. It covers about the last MEAN_OF steps.
 MEAN_FROM, MEAN_OF = 16, 200
 
 
@@ -97,7 +97,7 @@ class EngineLoop:
         report: a function that returns facts about the ranks; every report contains these facts.
         steps_in_flight: maximum number of sent steps whose results have not arrived.
         step_timeout_s: time limit of a step; a step that takes longer ends the epoch.
-        turn_timeout_s: time limit of the host's work between two waits; if the work takes longer,
+        turn_timeout_s: time limit of the loop's work between two waits; if the work takes longer,
             the loop counts as stuck. Waits have their own time limits.
         is_held: a function that returns whether this engine holds the group's lease. Without the
             lease, the engine sends nothing to workers or clients.
@@ -175,14 +175,14 @@ class EngineLoop:
     def failure_now(self) -> str:
         """Return why the group has ended; "" while it serves."""
         stuck_s = time.monotonic() - self._seen_s
-        # If the whole process was stopped for a while, the lease has expired. In this case the loop
-        # does not count as stuck.
+        # After a stop of the process (SIGSTOP), the lease is not held. The loop counts as stuck
+        # only while the lease is held.
         if not self._failure and stuck_s > self._turn_timeout_s and self.is_held():
             return f"the engine's loop has been stuck on its host for {stuck_s:.1f} s"
         return self._failure
 
     def pause_now(self) -> str:
-        """Return why the group is paused; "" if steps run, or if the pause is still short."""
+        """Return why the group is paused; "" if steps run, or in the first second of a pause."""
         return self._resumption.pause_now()
 
     def stop(self) -> None:
@@ -233,8 +233,8 @@ class EngineLoop:
         return {graph: mean.value for graph, mean in means if mean.count >= MEAN_FROM}
 
     def eager_times(self) -> dict[str, float]:
-        """Return the line (base, time per token) that fits the times of eager steps best; empty if
-        there were too few steps.
+        """Return a linear fit of the times of eager steps: a base time, and a time per token, in
+        seconds. Return an empty dictionary if there were too few steps.
         """
         if self._eager_times.count < MEAN_FROM:
             return {}
@@ -330,7 +330,7 @@ class EngineLoop:
         return late.delay_s(self._flying[0].plan)
 
     def _land(self) -> StepOutputs:
-        """Wait for the oldest step in flight; return its outputs."""
+        """Wait for the results of the oldest step in flight; return the step's outputs."""
         sent = self._flying.popleft()
         plan = sent.plan
         results = self._channel.receive(plan, self._step_timeout_s, self.raise_if_dead)
@@ -397,8 +397,8 @@ class EngineLoop:
         worker_us = sum(result.timings_us.values())
         stages = {
             "schedule": sent.schedule_s * 1e6,
-            # The difference can be negative, because a worker begins a step before it sends the
-            # result of the previous step.
+            # The workers' time can be longer than the step, because a worker begins a step before
+            # it sends the result of the previous step.
             "message": max(0.0, (sent.send_s + took_s) * 1e6 - worker_us),
             "result": update_s * 1e6,
             **result.timings_us,

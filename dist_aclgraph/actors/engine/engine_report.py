@@ -117,7 +117,7 @@ def host_metrics(ranks_report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_rank(counts: Mapping[int, int], ranks_report: Mapping[str, Any]) -> dict[str, int]:
-    """Replace the keys of ``counts``, which are ranks in the group, by world ranks."""
+    """Return ``counts`` with world ranks as keys. The keys of ``counts`` are group ranks."""
     world_ranks = [rank["rank"] for rank in ranks_report.get("ranks", [])]
     return {
         str(world_ranks[place] if world_ranks else place): count
@@ -139,8 +139,8 @@ def _places(ranks_report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _streams(ranks_report: Mapping[str, Any], which: str) -> dict[str, int]:
-    """Return the offered, the predicted or the measured number of streams of each rank; ``which``
-    chooses.
+    """Return the number of streams of each rank. ``which`` chooses between the offered, the
+    predicted and the measured number.
     """
     ranks = ranks_report.get("ranks", [])
     return {str(rank["rank"]): rank["streams"][which] for rank in ranks}

@@ -1,9 +1,9 @@
 """HandOvers: requests whose prompt this group computes, and which another group continues.
 
 The group computes the prompt and the first token, and sends the token at once. Then the group
-writes the prompt's blocks to files. After the blocks are written, or could not be written, the
-group tells the client that the request has ended. Then the client submits the request to another
-group, which reads the prompt's KV from these files.
+writes the prompt's blocks to files. When all writes have ended, with or without success, the group
+tells the client that the request has ended. Then the client submits the request to another group,
+which reads the prompt's KV from these files.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dist_aclgraph.steps.delta import Note, StepDeltas
 
 
 class HandOvers:
-    """Owns the requests whose first token was sent, and whose end is delayed until their blocks are
-    copied.
+    """Owns the requests that wait until their blocks are copied. The first token of each of these
+    requests was already sent to its client.
     """
 
     def __init__(self, copies: GroupCopies, recipients: Recipients) -> None:
@@ -54,8 +54,8 @@ class HandOvers:
         return replace(outputs, finish_reasons=reasons)
 
     def take_ready(self) -> Iterator[tuple[ClientLink, StepDeltas]]:
-        """For each request whose blocks were written since the last call, yield the link of its
-        client, and the delta that ends the request.
+        """For each request whose blocks were written since the last call, yield two values: the
+        client's link, and the delta that ends the request.
         """
         waiting, self._waiting = self._waiting, []
         for request, client in waiting:

@@ -19,8 +19,8 @@ class KVEvents:
     list.
 
     Args:
-        caches: one object for each data-parallel rank, which records the changes of the rank's
-            block pool. The pools must be empty.
+        caches: for each data-parallel rank, the object that records the changes of the rank's block
+            pool. The pools must be empty.
 
     Raises:
         PlacementError: there are too few free ports.

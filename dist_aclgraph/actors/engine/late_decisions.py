@@ -3,8 +3,8 @@
 While step n runs, the engine decides step n + 1, and the workers queue step n + 1 on the devices. A
 request that arrives after this decision starts in step n + 2. So the engine decides late, but early
 enough to keep the devices busy. A worker queues the beginning of step n + 1, and then waits for the
-result of step n. If this wait (``StepResult.waited_us``) takes a time t, the decision could have
-come later by t.
+result of step n. The decision could have come later by the duration of this wait
+(``StepResult.waited_us``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from dist_aclgraph.steps.step import StepPlan
 # the fraction SPARE_PART of the spare time, but at least LEAST_SPARE_S seconds.
 LEAST_SPARE_S, SPARE_PART = 0.001, 0.25
 MAX_DELAY_S = 0.05
-# A shorter measured spare time replaces the stored one at once. A longer measured time increases
-# the stored time by only this fraction of the difference. So the fastest steps determine the delay.
+# A measured spare time that is shorter than the stored time replaces the stored time at once. A
+# longer measured time increases the stored time by only this fraction of the difference. So the
+# fastest steps determine the delay.
 GROWTH = 0.03
 # eager steps of about the same size count as one kind
 SIZES_PER_DOUBLING = 4
@@ -27,8 +28,8 @@ Kind = BatchDescriptor | tuple[int, int]
 
 
 class LateDecisions:
-    """Stores how long the decision of the next step could have waited while a step ran. There is
-    one stored time for each kind of running step.
+    """Stores the spare time of each kind of step: how long the decision of the next step could have
+    waited while a step of this kind ran.
     """
 
     def __init__(self) -> None:
@@ -42,8 +43,8 @@ class LateDecisions:
         return min(MAX_DELAY_S, max(0.0, spare_s - max(LEAST_SPARE_S, SPARE_PART * spare_s)))
 
     def note(self, ended: StepPlan, delayed_s: float, waited_s: float) -> None:
-        """Learn from the finished step ``ended`` how long the next decision may wait while a step
-        of its kind runs. To be called when the next step is in flight.
+        """Update the spare time for steps of the same kind as the finished step ``ended``. To be
+        called when the next step is in flight.
 
         Args:
             delayed_s: how many seconds the decision of the next step waited.
@@ -54,8 +55,8 @@ class LateDecisions:
         known_s = self._spare_s.get(kind)
         spare_s = delayed_s + waited_s
         if waited_s < LEAST_SPARE_S / 2:
-            # At least one rank hardly waited for its result, so the decision may have come too late
-            # by an unknown time.
+            # At least one rank hardly waited. So the decision may have come too late, by an unknown
+            # time.
             spare_s = delayed_s / 2
         if known_s is not None and spare_s > known_s:
             spare_s = known_s + (spare_s - known_s) * GROWTH

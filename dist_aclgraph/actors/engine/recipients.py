@@ -15,11 +15,11 @@ FIRST_CAPACITY = 64
 
 
 class Recipients:
-    """Knows which client waits for each request. Only the loop's thread uses this object.
+    """Stores which client waits for each request. Only the loop's thread uses this object.
 
     Each request has a key, which is a small integer. The key is the index of the request in arrays.
-    Outputs that are not delivered yet can contain the key of a request that has ended. So a key is
-    used for another request only after such outputs were delivered.
+    Outputs that are not delivered yet can contain the key of a request that has ended. So another
+    request gets a key only after all outputs of the ended request were delivered.
     """
 
     def __init__(self) -> None:

@@ -6,8 +6,8 @@ cannot abort the work, because the step thread may be waiting for the device. Af
 aborted their work, each rank resumes its device and its communicators, and reports to the engine.
 Weights, KV and graphs stay valid. The engine decides the interrupted steps again, so requests keep
 their progress. But if a part of the KV was in faulty memory, requests are computed again from their
-first token. If resuming fails or a rank takes too long, the group's epoch ends, as after a worker's
-death.
+first token. If resuming fails or a rank takes too long, the group's epoch ends. A worker's death
+has the same effect.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Resumption:
         self.counts: Counter[DeviceFault] = Counter()
 
     def pause_now(self) -> str:
-        """Return why the group is paused; "" if steps run, or if the pause is still short.
+        """Return why the group is paused; "" if steps run, or in the first ``MOMENT_S`` of a pause.
         Thread-safe.
         """
         begun = self._begun
@@ -91,8 +91,7 @@ class Resumption:
             self._in_a_row = 0
 
     def run(self, error: DeviceFaultError, epoch: int, check: Callable[[], None]) -> Comeback:
-        """Resume the group in its next epoch. When this epoch begins, the batch of the workers is
-        empty.
+        """Resume the group in its next epoch. The workers begin this epoch with an empty batch.
 
         Args:
             error: the error that the first failed rank has reported.

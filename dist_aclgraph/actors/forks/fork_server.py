@@ -2,11 +2,11 @@
 
 The import of Ray, torch and torch_npu keeps a core busy for seconds in every worker. If more
 processes start than the machine has cores, the processes compete for the cores. On such a machine,
-the fork server imports the libraries once. Then all workers are forked from the server. Workers
-that later replace dead workers are forked from the server, too. The server opens no device and has
-no threads, so a forked process is like a new process. Ray's setting ``py_executable`` makes Ray
-start ``fork_client.py`` instead of Python. ``fork_client.py`` sends its arguments, environment and
-output streams to the server. Everything else in Ray is as usual.
+the fork server imports the libraries once. Then all workers are forked from the server, including
+workers that later replace dead workers. The server opens no device and has no threads, so a forked
+process is like a new process. Ray's setting ``py_executable`` makes Ray start ``fork_client.py``
+instead of Python. ``fork_client.py`` sends its arguments, environment and output streams to the
+server.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ CLIENT = Path(__file__).with_name("fork_client.py")
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20
 STOP_S, LOOK_S = 5.0, 0.02
 # Ray's native library reads two environment variables only once, when the server loads the library.
-# One is the id of the Ray job. The server can start before Ray, so the server uses the id of Ray's
-# first job, and forks only processes of this job. The other variable is the process id of the
-# raylet that the library watches. Forked processes watch their raylets without the library, so the
-# server sets this variable to the id of a process that never ends.
+# One is the id of the Ray job. The server can start before Ray, when no job exists. So the server
+# sets the id of Ray's first job, and forks only processes of this job. The other variable is the
+# process id of the raylet that the library watches. Forked processes watch their raylets without
+# the library. To turn off the library's watch, the server sets this variable to the id of a process
+# that never ends.
 JOB_VARIABLE = "RAY_JOB_ID"
 SERVER_VARIABLES = {JOB_VARIABLE: "01000000", RAYLET_VARIABLE: "1"}
 MODULES = (
@@ -93,7 +94,8 @@ class ForkAddress:
     def end_forked(self) -> None:
         """Kill the processes that the server has forked, and wait some seconds for their end.
 
-        Does nothing after the server's death, because the forked processes cannot be found then.
+        After the server's death, the forked processes cannot be found, and this method does
+        nothing.
         """
         until_s = time.monotonic() + STOP_S
         while self._lives and (forked := processes.children(self.pid)):
@@ -142,7 +144,7 @@ class ForkServer:
         self.address = ForkAddress(path, pid, start, child_environment(config))
 
     def disown(self) -> None:
-        """To be called in a forked process: forget the server, which the parent still owns."""
+        """To be called in a forked process. The parent process stays the owner of the server."""
         self._directory.disown()
 
     def close(self) -> None:
@@ -259,7 +261,7 @@ def become(request: ForkRequest, streams: list[int]) -> None:
 
 
 def _read_again() -> None:
-    """Let Ray's native library replace the server's variables by the variables of this process."""
+    """Let Ray's native library read the variables of this process instead of the server's."""
     from ray._raylet import Config  # type: ignore[attr-defined]  # the module is compiled
 
     Config.initialize("")
@@ -272,13 +274,16 @@ def main() -> None:
     if os.getppid() != started_by:
         return  # the parent has ended already
     with socket.socket(fileno=int(sys.argv[1])) as listener:
-        # Garbage collections would free no imported object, and take a third of the import time.
+        # Garbage collections during the import take a third of the import time, but free no
+        # imported object.
         gc.disable()
         load()
+        # A fork copies no other threads. So the server ends if a library has started a thread.
         if len(list(Path("/proc/self/task").iterdir())) > 1:
-            return  # a library has started a thread, which a forked process would not have
+            return
         gc.collect()
-        gc.freeze()  # Garbage collections in forked processes then do not copy shared memory.
+        # Garbage collections in forked processes skip these objects, so the memory stays shared.
+        gc.freeze()
         gc.enable()
         forked = serve(listener, parent, sys.argv[3])
     if forked is not None:

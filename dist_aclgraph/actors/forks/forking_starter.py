@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 class ForkingStarter(ProcessStarter):
     """Owns a fork server from the first command until ``close``. Any thread may call all methods.
 
-    If this object is sent to another process, the copy of the object uses the server of the last
-    call of ``command``.
+    If this object is sent to another process, the fork server of the last call of ``command`` is
+    lent to the copy of this object.
 
     Args:
-        lent: a fork server that another process owns, and that ends later than this process. This
-            object uses the lent server while that server serves, and otherwise starts a server of
-            its own.
+        lent: a fork server that another process owns, and that ends later than this process. While
+            the lent server serves, this object uses the lent server. Otherwise, this object starts
+            another server.
     """
 
     def __init__(self, lent: ForkAddress | None = None) -> None:
@@ -51,15 +51,15 @@ class ForkingStarter(ProcessStarter):
         self._named = self._find_server(config)
         if self._named is not None:
             return self._named.command
-        # The actor must not be forked, so its command is Python itself. Without a command, Ray #
-        # would use the command of the process that starts the actor, and this may be a command that
-        # # forks.
+        # The actor must not be forked, so its command is Python itself. By default, Ray uses the
+        # command of the process that starts the actor. That command may be ``fork_client.py``.
         return shlex.quote(sys.executable)
 
     def _find_server(self, config: Config) -> ForkAddress | None:
         """Return the fork server for this configuration; None if there is no such server."""
         if not is_emulated_here(config.device.kind):
-            # Processes for real devices are not forked. After a roll, the devices may be real.
+            # Processes for real devices are not forked. The command ``roll`` can replace emulated
+            # devices by real devices.
             return None
         with self._lock:
             if self._lent is not None and self._lent.serves(config):
@@ -82,8 +82,7 @@ class ForkingStarter(ProcessStarter):
         # Ray joins a folder and this path. The folder has no effect, because the path is absolute.
         ray_constants.SETUP_WORKER_FILENAME = str(WORKER_SETUP)
         try:
-            # Ray must not start workers in advance, because such workers would not be forked, and
-            # Ray would never use them.
+            # Workers that Ray starts in advance are not forked, and Ray never uses these workers.
             yield {"prestart_worker_first_driver": False}
         finally:
             ray_constants.SETUP_WORKER_FILENAME = name

@@ -4,8 +4,8 @@
 - ``SharedHeartbeat`` is memory in which a child process shows its heartbeats to its parent.
 - A *process watch* notices the end of a process at once, because the kernel reports the end.
 
-``Lease`` finds out whether this process itself may still act: only while the controller regularly
-requests heartbeats from it.
+``Lease`` finds out whether this process itself may still act. The lease expires if the controller
+requests no heartbeats from this process for some time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def beat_s(limit_s: float) -> float:
-    """Return the seconds between two heartbeats of a peer that counts as dead after ``limit_s``."""
+    """Return the seconds between two heartbeats. A peer is dead after a silence of ``limit_s``."""
     return limit_s / BEATS_OF_A_SILENCE
 
 
@@ -90,7 +90,8 @@ class SharedHeartbeat:
         served_before: whether a previous child process has served.
     """
 
-    # Values of the byte. REST: no heartbeat is expected. Heartbeats count from FIRST to LAST.
+    # Values of the byte. REST: no heartbeat is expected. Each heartbeat adds 1 to the byte; FIRST
+    # follows LAST.
     REST, FIRST, LAST = 0, 1, 255
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -107,8 +108,8 @@ class SharedHeartbeat:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Show heartbeats on a thread within this context. The thread would hide a hang, so the
-        body of the context must limit its own time.
+        """Show heartbeats on a thread within this context. The thread shows heartbeats even if the
+        body of the context hangs. So the body must limit its own time.
         """
         has_ended = threading.Event()
 
@@ -159,13 +160,12 @@ class Lease:
 
     The process that gave the lease (the giver) renews the lease by numbered questions. The giver
     sends a question after the previous question was answered. The lease begins with the first
-    question. After ``limit_s`` without a question, the lease is not held, and the holder must do
+    question. After ``limit_s`` without a question, the holder does not hold the lease, and must do
     nothing. After ``2 * limit_s`` without a question, the lease is over.
 
     While the holder is stopped (SIGSTOP), the giver may replace the holder by another process. When
-    the holder runs again, the first question that the holder reads may be old: the giver may have
-    sent this question before the replacement. So only the second question after the stop renews the
-    lease.
+    the holder runs again, it may first read a question that the giver sent before the replacement.
+    So only the second question after the stop renews the lease.
 
     Attributes:
         is_given_back: whether ``give_back`` has ended the lease on purpose.
@@ -184,8 +184,8 @@ class Lease:
         self._number = 0  # number of the last question
         self._counts_from = 0  # number of the first question that renews the lease
         self.is_given_back = False
-        # Counts silence only while this process runs. So the lease is not over after a stop of this
-        # process, and the giver can renew the lease.
+        # Counts silence only while this process runs. So a stop of this process does not end the
+        # lease. The giver can renew the lease after the stop.
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:
@@ -215,13 +215,14 @@ class Lease:
             return self._silence.listen()
 
     def _see(self) -> float:
-        """Return the present time. Also notice whether this process was stopped since the last
-        call.
+        """Return the present time. If this process was stopped since the last call, the next
+        question does not renew the lease.
         """
         now_s = self._clock()
         if now_s - self._seen_s > self._limit_s:
             # The process that gave the lease may have sent the next question during the stop. So
-            # only the question after the next question renews the lease.
+            # the first question after the stop does not renew the lease, but the second question
+            # does.
             self._counts_from = self._number + 2
         self._seen_s = now_s
         return now_s

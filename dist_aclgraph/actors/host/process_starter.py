@@ -30,7 +30,7 @@ class ProcessStarter:
     def open_handles(self, pid: int) -> list[int]:
         """Return handles with which ``processes.kill_handles`` can kill a process.
 
-        The list is empty if Ray itself started the process: then Ray can kill the process.
+        The list is empty if Ray itself started the process, because Ray can kill such a process.
         """
         return []
 
@@ -40,11 +40,11 @@ class ProcessStarter:
         """
 
     def end_started(self) -> None:
-        """Kill all processes that this object has started without Ray."""
+        """Kill all processes that a fork server has started for this object."""
 
     def disown(self) -> None:
-        """To be called in a forked process: forget the resources of this object, which the parent
-        process still owns.
+        """To be called in a forked process. The parent process stays the owner of this object's
+        resources.
         """
 
     def close(self) -> None:

@@ -2,13 +2,13 @@
 
 The path of the directory is short, because the system limits the length of a socket's path. The
 process that owns the directory holds a lock in it until the process ends. A stored process id would
-not show whether the owner is alive: several containers can share one temporary folder, and each
+not prove that the owner is alive. Several containers can share one temporary folder, and each
 container has its own process ids.
 
-While a directory is created or removed, it has a hidden name. If a directory with a hidden name is
-not locked, its process may have been killed, or may be creating the directory at this moment.
-``sweep`` removes the directory in both cases. A process whose new directory was removed creates
-another directory.
+While a directory is created or removed, it has a hidden name. There are two reasons why a directory
+with a hidden name is not locked: its owner was killed, or its owner is creating the directory at
+this moment. ``sweep`` removes the directory in both cases. A process whose new directory was
+removed creates another directory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 PREFIX = "dist-aclgraph-"
 UNFINISHED = f".{PREFIX}"  # while a directory is created or removed, its name has this prefix
 LOCK = "owner.lock"
-SWEEP_S = 10.0  # time between two calls of ``sweep`` in a process that calls it regularly
+SWEEP_S = 10.0  # seconds between two regular calls of ``sweep``
 
 
 class RunDirectory:
@@ -57,9 +57,7 @@ class RunDirectory:
         return True
 
     def disown(self) -> None:
-        """To be called in a forked process: forget the directory, which the parent process still
-        owns.
-        """
+        """To be called in a forked process. The parent process stays the owner of the directory."""
         os.close(self._lock)
         self._lock = -1
 

@@ -104,7 +104,7 @@ class Reach(msgspec.Struct, frozen=True):
 
 
 def reached_here_alone(engines: str, other: str) -> PlacementError:
-    """Return the error for a peer on another node, if the engine expects only peers on its node."""
+    """Return the error for a peer on another node. The engine expects peers on its node only."""
     return PlacementError(
         f"the engine on node {engines[:8]} is reached on its node alone, and this is "
         f"node {other[:8]}, which came later; start the deployment again"
@@ -139,8 +139,8 @@ class Listener:
     Owns the thread that checks the keys of connecting peers.
 
     Args:
-        other_client: a second public client key, in Z85, that is accepted, too; None if there is
-            none.
+        other_client: a second public client key that is accepted, in Z85; None if only the
+            channel's client key is accepted.
     """
 
     def __init__(self, context: Context, place: Place, other_client: bytes | None = None) -> None:
@@ -182,8 +182,8 @@ class Listener:
         owned.bind(file)
         if place.host is None:
             return Address(place.node_id, Endpoint(file))
-        # Socket options apply only to addresses that are bound later. The socket file is already
-        # bound, so these options apply only to TCP.
+        # Socket options apply only to addresses that are bound later. At this point, only the
+        # socket file is bound. So these options apply only to TCP.
         owned.curve_server = True
         # Without this option, any key would be accepted while the authenticator does not run.
         owned.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -211,8 +211,8 @@ def open_meeting(host: str, ports: range | None, timeout_s: float) -> socket.soc
     """Return a socket that listens at ``host``. The ranks of a group connect to this socket to form
     the HCCL groups.
 
-    If all ports are in use, one of them may soon become free. So the ports are tried again and
-    again, until ``timeout_s`` has passed.
+    If all ports are in use, one of them may soon become free. So this function tries all ports
+    again and again, until ``timeout_s`` has passed.
 
     Raises:
         PlacementError: no port became free.

@@ -1,8 +1,8 @@
 """Finds out what each silent rank does, and which of the silent ranks causes the failure.
 
-A rank that waits for its device may in fact wait for other ranks, in a collective. So such a rank
-does not count as the cause of the failure. A rank counts as the cause if it is stuck on its host,
-or does not answer at all.
+If a rank waits for its device, the device may be waiting for other ranks in a collective. So such a
+rank does not count as the cause of the failure. A rank counts as the cause if it is stuck on its
+host, or does not answer at all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """BlockFetches: fetches files of KV blocks from the nodes of other groups to this node.
 
 A few threads copy files into the first tier of this node. A file gets its final name when it is
-complete. Then requests find and use the file, as if this node had written it. If a fetch fails,
+complete. Requests use a fetched file like the files that this node has written. If a fetch fails,
 this group computes the missing tokens of the prompt. No request waits longer than ``QUEUE_S`` plus
 ``LIMIT_S``.
 """
@@ -66,10 +66,12 @@ class _MissingBlocks:
         names: the hashes of the blocks, in the order of the prompt.
         depth: number of the prompt's blocks that come before these blocks.
         is_wanted: a function that returns whether the request still waits.
-        deadline_s: the time at which the request stops waiting for a free thread, or for the end of
-            the fetch.
-        ways: the routes by which the files are read, see ``routes``. The routes are chosen when the
-            fetch begins. A later route is used for the blocks that earlier routes did not find.
+        deadline_s: the time at which the request stops waiting. The request first waits for a free
+            thread. When the fetch begins, the request gets a later deadline for the end of the
+            fetch.
+        ways: for each route, the nodes from which the files are read; see ``routes``. The routes
+            are chosen when the fetch begins. A later route is used for the blocks that earlier
+            routes did not find.
     """
 
     source: BlockSource
@@ -88,11 +90,12 @@ class BlockFetches:
     Args:
         node_id: Ray's id of this node.
         token: the deployment's token.
-        places: the parts of the KV cache that the group's workers on this node store. Only files
-            that these workers can use are fetched.
+        places: for each worker of the group on this node, the part of the KV cache that the worker
+            stores. Only files that these workers can use are fetched.
         group: name of this group, from which nothing is fetched.
         turn: a number that chooses between source nodes with equal loads (``routes``).
-        reader: reads files in the memory of other nodes; None if the nodes send the files.
+        reader: reads files in the memory of other nodes; None if the other nodes send the files in
+            messages.
     """
 
     def __init__(
@@ -161,14 +164,14 @@ class BlockFetches:
     def ways_from(
         self, group: str | BlockSource, is_wanted: Callable[[], bool]
     ) -> tuple[FetchBlocks | None, Source | None]:
-        """Return two values. The first is a function with which this node fetches blocks from
-        ``group``; None if this node needs no file of that group. The second is the source from
-        which the other nodes of this group fetch blocks. Both values are None if no blocks can be
-        fetched from ``group``.
+        """Return two values. The first value is a function that fetches blocks from ``group`` to
+        this node; None if this node needs no file of that group. The second value is the source
+        from which the other nodes of this group fetch blocks. Both values are None if no blocks can
+        be fetched from ``group``.
 
         Args:
-            group: name of the group that has computed the blocks. If a group of another service has
-                computed the blocks, the ``BlockSource`` of that group.
+            group: name of the group that has computed the blocks. For a group of another service,
+                this argument is the ``BlockSource`` of that group.
             is_wanted: a function that returns whether the request still waits for the fetch.
         """
         source = self._sources.get(group) if isinstance(group, str) else self._of_peer(group)
@@ -178,8 +181,8 @@ class BlockFetches:
         return self.fetch_of(source, is_wanted), Source(message, is_wanted)
 
     def _of_peer(self, source: BlockSource) -> BlockSource | None:
-        """Return ``source``, a group of another service; None if the model's files of that service
-        differ from the files on this node.
+        """Return ``source``, a group of another service. Return None if that group has other files
+        of the model, or other settings, than this group.
         """
         if source.identity == self._identity:
             return source
@@ -190,8 +193,8 @@ class BlockFetches:
         return None
 
     def decode_source(self, message: bytes) -> BlockSource | None:
-        """Return the source that a message of the group's engine contains; None if the message is
-        empty, or if the model's files of the source differ from the files on this node.
+        """Return the source that a message of the group's engine contains. Return None if the
+        message is empty, or if the source has other files of the model than this node.
         """
         if not message:
             return None
@@ -223,7 +226,7 @@ class BlockFetches:
         have a file, a node from which few fetches read now is chosen.
         """
         nodes = [address.node_id for address in source.addresses]
-        # All groups on a node share their files, so nothing is fetched from groups on this node.
+        # Nothing is fetched from the node ``here``, because all groups on a node share their files.
         here = nodes.index(self._node_id) if self._node_id in nodes else None
         load = partial(self._load, source)
         found = routes(
@@ -233,7 +236,7 @@ class BlockFetches:
 
     def _load(self, source: BlockSource, node: int) -> int:
         """Return how many fetches read files from a node. If nothing can be fetched from the node
-        now, return a larger number than any real number of fetches.
+        now, return a number that is larger than the number of all fetches.
         """
         try:
             url = source.addresses[node].seen_from(self._node_id).url
@@ -285,8 +288,8 @@ class BlockFetches:
             self.counts.failures += 1
 
     def _hangs(self) -> bool:
-        """Whether all threads hang in a file system. If so, no new fetch may begin: its request
-        would wait in vain, and the queue would fill up.
+        """Whether all threads hang in a file system. In this case, no new fetch may be queued,
+        because no thread would run the fetch.
         """
         late_s = self._clock() - SILENCE_S
         return all(each is not None and late_s > each.deadline_s for each in self._running)
@@ -314,7 +317,7 @@ class BlockFetches:
                 fetch.done.set()
 
     def _run(self, context: Context, fetch: _MissingBlocks) -> None:
-        with self._guard:  # so that each thread sees the routes that the other threads have chosen
+        with self._guard:  # each thread must see the routes that other threads have chosen
             fetch.ways = [way for way in self._ways(fetch.source) if not self._is_paused(way)]
         if not fetch.ways or not self._goes_on(fetch):
             return
@@ -351,8 +354,9 @@ class BlockFetches:
         files: Mapping[FileKind, Sequence[KVTiers]],
         first: int,
     ) -> int:
-        """Fetch the blocks from index ``first`` on by the route ``way``. Return how many of these
-        blocks, counted from ``first``, have all their files on this node afterwards.
+        """Fetch the blocks from index ``first`` on by the route ``way``. After the fetch, count the
+        consecutive blocks from ``first`` on that have all their files on this node. Return this
+        count.
         """
         blocks, states = (
             {place: files[kind][place] for place in sorted(way[kind])}
@@ -368,12 +372,13 @@ class BlockFetches:
         return count
 
     def _files_at(self, place: CachePlace) -> dict[FileKind, list[KVTiers]]:
-        """Return this node's folders for files that divide blocks as the source's files do. The
-        keys are the kind of the files, and the index of the part of the cache in them.
+        """Return this node's folders for the files of a source. ``place`` defines how these files
+        divide blocks into parts. The first index of the result is the kind of the files. The second
+        index is the index of the part of the cache.
         """
         if place not in self._files:
-            # The identity that was computed at the start is used, because the model's files may
-            # have been replaced since then.
+            # The model's files may have been replaced since the start. So the identity that was
+            # computed at the start is used.
             self._files[place] = tiers_of(self._config, place, self._identity)
         return self._files[place]
 
@@ -413,7 +418,7 @@ class BlockFetches:
         """Fetch the files of blocks that this node lacks, until a fetch fails. Return how many
         consecutive blocks, from the first block on, have all their files on this node.
 
-        Each file of a block contains one part of it. The file of the first part is fetched last. A
+        Each file contains one part of one block. The file of the first part is fetched last. A
         look-up checks only this file, so a look-up finds only blocks that have all their files.
 
         Args:

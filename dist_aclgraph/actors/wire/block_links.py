@@ -25,12 +25,12 @@ from dist_aclgraph.kv.checkpoints import BlockHash
 
 _numbers = msgspec.msgpack.Decoder(int)
 _lent_files = msgspec.msgpack.Decoder(LentFile)
-LINGER_MS = 1000  # milliseconds that the last messages to a source may take
+LINGER_MS = 1000  # time limit in milliseconds for the unsent messages of a closed connection
 
 
 class FileKey(NamedTuple):
-    """Identifies a file in a fetch: by the index of its block among the fetch's names, and by the
-    index of the part of the block that the file contains.
+    """Identifies a file in a fetch. ``position`` is the index of the block in the fetch's list of
+    names. ``place`` is the index of the part of the block that the file contains.
     """
 
     position: int
@@ -56,7 +56,8 @@ class SourceLinks:
         endpoints: for each kind of file and each part of the cache, the node that has the files.
             None stands for this node itself, from which nothing can be fetched.
         silence_s: a node that sends no file for this number of seconds counts as silent.
-        reader: reads files in the memory of other nodes; None if the nodes send the files.
+        reader: reads files in the memory of other nodes; None if the other nodes send the files in
+            messages.
     """
 
     def __init__(
@@ -167,8 +168,8 @@ class _Link:
         while self._last < number:  # drops the answers to earlier requests
             if not self._socket.poll(int(silence_s * 1000)):
                 raise SourceError(self._url, f"no file has arrived within {silence_s:g} s")
-            # The frames are not copied, because a copy of many bytes would hold Python's global
-            # lock for long.
+            # The frames are not copied. A copy of many bytes would block all Python threads for a
+            # long time.
             first, *rest = self._socket.recv_multipart(copy=False)
             try:
                 found = read_frame(_numbers, first.bytes)

@@ -1,12 +1,12 @@
 """BlockServer: sends files of KV blocks to groups on other nodes.
 
-In a deployment with prefill groups, each group runs this server on each of its nodes: in the engine
-on the engine's node, and in a worker on each other node. Each request identifies one file by a
-block's hash and a part of the block, never by a path. Each answer contains one whole file, or no
-file. The server can only read files.
+In a deployment with prefill groups, each group runs this server on each of its nodes. On the
+engine's node, the engine runs the server. On each other node, a worker runs the server. Each
+request identifies one file by a block's hash and a part of the block, never by a path. Each answer
+contains one whole file, or no file. The server can only read files.
 
-With ``kv.transport: hixl``, workers run all servers. An answer does not contain the file, but says
-where the file is in the worker's memory, and the reader reads this memory.
+With ``kv.transport: hixl``, workers run all servers. An answer then contains the address of the
+file in the worker's memory. The reader reads the file at this address.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ from dist_aclgraph.kv.group_files import GroupFiles, Holders
 from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 
 WINDOW = 4  # maximum number of unanswered requests of one fetch
-# Maximum number of unread frames of one peer. Further frames are dropped. A peer with at most
-# WINDOW unanswered requests loses no frame, because an answer has at most three frames.
+# Maximum number of unread frames of one peer. Further frames are dropped. An answer has at most
+# three frames. So a peer with at most WINDOW unanswered requests loses no frame.
 MAX_QUEUED_FRAMES = 3 * WINDOW
 MAX_REQUEST_BYTES = 1024
 MAX_FILE_BYTES = MAX_MESSAGE_BYTES - 1024  # because encryption adds some bytes
-RETRY_MS = 1000  # time after which waiting requests may get the slots of a dead reader
+# Milliseconds between two checks for free slots while requests wait. The slots of a dead reader
+# become free without a message.
+RETRY_MS = 1000
 QUIET_S = 1.0  # after this time without a request, all fetches from the server have ended
 
 logger = logging.getLogger(__name__)
@@ -82,9 +84,9 @@ class NodeServer(NamedTuple):
 
 
 def source_of(servers: Sequence[NodeServer], files: GroupFiles) -> BlockSource | None:
-    """Return the source from which other groups fetch a group's files. Return None if the model's
-    files differ between the group's nodes, because KV that was computed with other weights must not
-    be used.
+    """Return the source from which other groups fetch a group's files. Return None if the nodes of
+    the group have different files of the model. KV that was computed with other weights must not be
+    used.
 
     Args:
         servers: the server on each node of the group, in the order of ``files.nodes``.
@@ -102,13 +104,13 @@ def source_of(servers: Sequence[NodeServer], files: GroupFiles) -> BlockSource |
 class ReadFile(msgspec.Struct, frozen=True, array_like=True, tag="read"):
     """Asks for a file. The first frame of the answer is the request's number, and the second frame
     is the file. The second frame is empty if there is no such file, or if the file is larger than
-    ``MAX_FILE_BYTES``. If the reader can read the file in the server's memory, the second frame is
-    also empty, and a third frame contains a ``LentFile``.
+    ``MAX_FILE_BYTES``. If the reader can read the server's memory, the second frame is empty, and a
+    third frame contains the address of the file (``LentFile``).
 
     Attributes:
         token: the deployment's token, or the token for other services.
-        place: index of the part of the cache that the file contains, among the parts for files of
-            ``kind``; see ``tiers_of``.
+        place: index of the part of the cache that the file contains; an index in
+            ``tiers_of(...)[kind]``.
         name: hash of the block.
         reader: name of the reader's HIXL engine if it can read the server's memory; else "".
     """
@@ -122,8 +124,8 @@ class ReadFile(msgspec.Struct, frozen=True, array_like=True, tag="read"):
 
 
 class EndReads(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """Says that the reader has finished its requests with numbers up to ``number``, so the server
-    can free the slots of these files. The server does not answer this message.
+    """Says that the reader has finished its requests with numbers up to ``number``. The server can
+    then free the slots of the requested files. The server does not answer this message.
     """
 
     token: str
@@ -136,7 +138,7 @@ _decoder = msgspec.msgpack.Decoder(ReadFile | EndReads)
 def tiers_of(
     config: Config, place: CachePlace, identity: str = ""
 ) -> dict[FileKind, list[KVTiers]]:
-    """Return, for all workers of a data-parallel rank, the folders of their files. ``place`` is the
+    """Return the folders for the files of all workers of a data-parallel rank. ``place`` is the
     part of the cache of any one of these workers. The order of the folders does not depend on the
     choice of this worker.
 
@@ -237,8 +239,8 @@ class BlockServer:
             self._send(peer, number, b"", *([] if file is None else [msgspec.msgpack.encode(file)]))
 
     def _send(self, peer: bytes, number: int, *frames: bytes) -> None:
-        # The frames are not copied, because a copy of many bytes would hold Python's global lock
-        # for long.
+        # The frames are not copied. A copy of many bytes would block all Python threads for a long
+        # time.
         answer = (peer, msgspec.msgpack.encode(number), *frames)
         self._socket.send_multipart(answer, zmq.NOBLOCK, copy=False)
 

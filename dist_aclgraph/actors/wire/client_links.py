@@ -42,8 +42,8 @@ from dist_aclgraph.actors.wire.sockets import Wakeup, has_message, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.steps.delta import StepDeltas
 
-# Maximum number of unread frames of one peer. A client reaches ``max_unread_bytes`` first, so this
-# limit matters only for other peers.
+# Maximum number of unread frames of one peer. This limit matters only for peers that are not
+# clients. A client reaches ``max_unread_bytes`` first.
 MAX_QUEUED_FRAMES = 1 << 16
 # Maximum number of frames read at once, so that many frames do not delay a heartbeat.
 FRAMES_A_TURN = 256
@@ -52,7 +52,7 @@ UNHELD_S = 0.01  # seconds between two checks of the lease, while the engine mus
 
 
 class LoopAnswers(Protocol):
-    """The state of the engine's loop, for the I/O thread. Any thread may call all methods."""
+    """Gives the I/O thread the state of the engine's loop. Any thread may call all methods."""
 
     def failure_now(self) -> str:
         """Return why the group has ended; "" while it serves."""
@@ -77,7 +77,8 @@ class ClientLink:
     """One connection of one client. Only the I/O thread uses its attributes.
 
     Attributes:
-        unread: the number and the size in bytes of each message that the client has not confirmed.
+        unread: one pair for each message that the client has not confirmed: the message's number,
+            and its size in bytes.
         waiting_tokens: the load that the client last reported; see ``ClientBeat``.
         groups_version: version of the group list that the client uses.
     """
@@ -189,8 +190,8 @@ class ClientLinks:
     def have_confirmed(self, version: int) -> bool:
         """Return whether all clients use this version of the list or a later version. Thread-safe.
 
-        If so, all requests that clients routed by earlier versions are already in the loop's queue
-        of events.
+        If the result is True, the loop's queue of events contains all requests that clients routed
+        with earlier versions of the list.
         """
         return all(link.groups_version >= version for link in list(self._links.values()))
 
@@ -274,8 +275,8 @@ class ClientLinks:
                 self._end(link)
         link = ClientLink(routing_id, hello.client, Silence(self._link_s))
         self._links[routing_id] = link
-        # Send the list before the status. The client sends requests as soon as it has the status,
-        # and must not send requests to a group that the list marks as draining.
+        # Send the list before the status. A client that has received the status may send requests.
+        # The list tells the client which groups are draining and must get no requests.
         if self._told_groups.version:
             self._post(link, self._told_groups)
         self._post(link, self._status(link))

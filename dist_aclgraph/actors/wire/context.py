@@ -14,7 +14,8 @@ class _Context(Context):
         """Free the context without waiting for its open sockets.
 
         If the garbage collector frees a context together with its sockets, the collector may free
-        the context first. The inherited method would then wait forever for the sockets.
+        the context first. In this case, ``__del__`` of the base class would wait forever for the
+        sockets.
         """
 
 
@@ -22,8 +23,8 @@ def make_context() -> Context:
     """Return a context whose sockets drop unsent messages when they are closed.
 
     To wait until the last messages of a socket are sent, close the socket with a time limit
-    (``linger``). By default, ZeroMQ waits without a limit, even if the garbage collector frees a
-    context.
+    (``linger``). With ZeroMQ's default, closing a context waits without a limit for unsent
+    messages. A garbage collection that frees a context waits in the same way.
     """
     context: Context = _Context()
     context.setsockopt(zmq.LINGER, 0)

@@ -1,4 +1,4 @@
-"""A client's side of the link to one engine. For the client's I/O thread only."""
+"""A client's side of the link to one engine. Only the client's I/O thread uses this link."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class EngineLink:
         is_welcome: whether the engine has answered on this connection, and serves.
         is_lost: whether this connection has ended. The caller that catches the error sets this
             attribute.
-        loss_kind: the reason why the connection was lost. Set when ``receive`` or ``beat`` raises
-            an error.
+        loss_kind: the reason why the connection was lost. ``receive`` and ``beat`` set this
+            attribute before they raise an error.
         others_tokens: the load of other clients at the engine, from the engine's last status; see
             ``EngineStatus``.
         pause: the reason why the engine's group has paused, from the engine's last status; "" while
@@ -76,8 +76,8 @@ class EngineLink:
         self._silence = Silence(link_s)
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        # The queue has no limit, because a full queue would drop messages or block. The limited
-        # number of open requests also limits the queue.
+        # The send queue has no limit. A full queue would drop messages or block the thread. The
+        # limited number of open requests also limits the queue.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSALS)
         endpoint.connect(self._socket)
@@ -91,8 +91,8 @@ class EngineLink:
         """Send a message. If the connection has ended, drop the message; ``receive`` will raise the
         error.
         """
-        # The queue is never full, so this error means that ZeroMQ has dropped the connection, e.g.
-        # after a failed handshake.
+        # The send queue is never full. So ``Again`` means that ZeroMQ has dropped the connection,
+        # e.g. after a failed handshake.
         with contextlib.suppress(zmq.Again):
             self._socket.send(encoder.encode(message), zmq.NOBLOCK)
 
@@ -130,7 +130,7 @@ class EngineLink:
                 self._check(message)
             yield message
         else:
-            # First yield all messages that have arrived. Only then check whether the connection has
+            # All messages that have arrived are yielded before the check whether the connection has
             # ended.
             return
         if has_message(self._monitor):

@@ -42,8 +42,8 @@ class PublisherPlace:
         replay_ports: the ports for replays; None if messages are not replayed. A publisher that
             listens at the n-th port of ``ports`` uses the n-th port of ``replay_ports``.
         topic: the first frame of each message.
-        buffer_steps, buffer_bytes: maximum number and maximum total size in bytes of the messages
-            that each publisher stores for replays.
+        buffer_steps: maximum number of messages that each publisher stores for replays.
+        buffer_bytes: maximum total size of these messages, in bytes.
         max_unsent: maximum number of unread messages of one subscriber.
     """
 

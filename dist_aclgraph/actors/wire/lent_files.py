@@ -1,8 +1,9 @@
-"""LentFiles: files in this process's memory that other nodes read without the help of this process.
+"""LentFiles: files in this process's memory. Other nodes read these files without the help of this
+process.
 
 Other nodes can read one part of this process's memory, which is divided into slots. The server
 copies a requested file into a slot, and sends the slot's address to the reader instead of the file.
-The slot contains the file until the reader reports that it has finished.
+The slot contains the file until the reader reports the end of the read.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import msgspec
 from dist_aclgraph.kv.arena import Arena, Slot
 from dist_aclgraph.planning.budget import MAX_LINKS
 
-# A reader that is silent for LEASE_S seconds counts as dead: its slots get other files, and another
-# reader may take its place. A silent reader that is still alive does no harm: a reader only reads
-# memory, and the checksum shows the reader that the slot contains another file. A reader ends each
-# link that was not used for IDLE_S seconds.
+# A reader that is silent for LEASE_S seconds counts as dead. Then its slots are used for other
+# files, and another reader may be admitted. If the silent reader is alive, it may read a slot that
+# contains another file. The reader detects the other file by the checksum. A reader ends each link
+# that was not used for IDLE_S seconds.
 LEASE_S, IDLE_S = 60.0, 30.0
 MAX_WAITING = 256  # maximum number of requests that wait for a slot; further requests get no answer
 
@@ -145,12 +146,11 @@ class LentFiles:
 
         Args:
             peer: the connection of the reader.
-            number: number of the request, which is higher than the numbers of the connection's
-                earlier requests.
+            number: number of the request. Each connection numbers its requests in ascending order.
             reader: name of the reader's HIXL engine.
             open_file: a function that opens the file, and returns None if there is no file. The
-                function is called when a slot may be free. None if it is already known that there
-                is no file.
+                function is called when a slot may be free. If the caller already knows that there
+                is no file, this argument is None.
         """
         if len(self._waiting) < MAX_WAITING:
             found = open_file if self._admit(reader) else None
@@ -171,8 +171,8 @@ class LentFiles:
                 each.file.close()
 
     def answers(self) -> Iterator[LentAnswer]:
-        """Yield the answers to waiting requests, in order. Stop when no slot is free for a
-        request's file.
+        """Yield the answers to waiting requests, in order. The iterator ends when no slot is free
+        for the file of the next request.
         """
         self._expire()
         while self._waiting:
@@ -188,8 +188,8 @@ class LentFiles:
             yield LentAnswer(*request.key, lent)
 
     def _lend(self, key: _Key, file: FileIO, slot: Slot) -> LentFile | None:
-        """Copy a file into a slot. Return None if the file cannot be read, or if another request of
-        the reader with the same number still has a slot.
+        """Copy a file into a slot. Return None if the file cannot be read, or if the slot of an
+        earlier request with the same key is still in use.
         """
         lender, num_read = self._lender, 0
         with file, contextlib.suppress(OSError):  # the disk may fail

@@ -1,4 +1,5 @@
-"""Steps between an engine and the workers on its node: one Unix socket for each worker.
+"""Sends steps and results between an engine and the workers on its node, over one Unix socket for
+each worker.
 
 A frame consists of four bytes with the length, and the content. The kernel keeps all bytes in
 order, wakes a peer that waits, and reports at once when the process of a peer has ended. The engine
@@ -59,7 +60,8 @@ class FrameReader:
         Raises:
             NotAMessageError: a frame is longer than MAX_MESSAGE_BYTES.
         """
-        # Usually, the received bytes are exactly one frame, which needs no copy.
+        # Usually, the received bytes are exactly one frame. Such a frame is not added to the
+        # buffer.
         if not self._received and 0 < self._end(data) == len(data):
             return [data[LENGTH.size :]]
         self._received += data
@@ -154,8 +156,8 @@ class LocalPeers:
         return self._arrived.popleft() if self._arrived else None
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Send one frame to each worker. If a worker does not read, the other workers are not
-        delayed.
+        """Send one frame to each worker. A worker that does not read does not delay the other
+        workers.
 
         Args:
             frames: [num_batches], the frame of each data-parallel rank.
@@ -249,7 +251,7 @@ class LocalPeers:
             return peer.connection.send(data)
         except BlockingIOError:
             return 0
-        except OSError:  # the next read reports the error, after the worker's last frames
+        except OSError:  # a later read returns the worker's last frames, then reports the error
             return len(data)
 
     def _cut(self, peer: _Peer) -> None:

@@ -27,8 +27,8 @@ from dist_aclgraph.steps.step import RowSampling
 RequestNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 QueryKind = Literal["report", "metrics"]
-# Maximum number of bytes that a client may leave unconfirmed. If there are more, the engine assumes
-# that the client does not read.
+# Maximum number of bytes that a client may leave unconfirmed. If a client leaves more bytes
+# unconfirmed, the engine assumes that the client does not read.
 MAX_UNREAD_BYTES = 128 << 20
 
 
@@ -45,8 +45,8 @@ class ClientBeat(msgspec.Struct, frozen=True, tag="beat"):
 
     Attributes:
         received: number of the last ``Deltas`` that the client has read.
-        waiting_tokens: the load that the client's requests put on this engine: the number of prompt
-            tokens that are not computed yet, plus a fixed number for each request
+        waiting_tokens: the load of the client's requests on this engine. The load is the number of
+            prompt tokens that are not computed yet, plus a fixed number for each request
             (``RequestRouter.load``).
         groups_version: version of the last ``GroupList`` that the client has read. The client
             routes all later requests by this list.
@@ -70,14 +70,15 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
     request_id: str
     number: RequestNumber
-    # int32 [num_tokens]: the prompt, followed by the output that the request already has
+    # int32 [num_tokens]: the prompt, followed by the tokens that other engines have already
+    # generated
     prompt: bytes
     sampling: RowSampling
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""  # only requests with the same salt share cached blocks
-    # Whether another group or service continues the request. If so, the engine reports the end of
-    # the request only after the prompt's KV is in files.
+    # Whether another group or service continues the request. If True, the engine first writes the
+    # prompt's KV to files, and then reports the end of the request.
     hands_over: bool = False
     source: str = ""  # name of the group that has computed the prompt for this group
     peer: BlockSource | None = None  # the group of another service that has computed the prompt
@@ -112,8 +113,8 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     Attributes:
         failure: why the engine has ended; "" while it serves.
         pause: the reason for the group's present pause; "" while steps run.
-        others_tokens: the sum of ``Beat.waiting_tokens`` of all clients of this engine except the
-            recipient.
+        others_tokens: the sum of ``ClientBeat.waiting_tokens`` of all clients of this engine,
+            except the client that receives this message.
     """
 
     failure: str = ""
@@ -130,8 +131,8 @@ class GroupEntry(msgspec.Struct, frozen=True):
         cache_blocks: number of KV blocks, summed over the group's data-parallel ranks.
         tokens_per_block: number of tokens in each KV block.
         is_draining: whether the group accepts no new requests.
-        prefill_from: minimum number of uncached tokens in a prompt that this group computes for
-            another group; 0 if this group is no prefill group.
+        prefill_from: this group computes a prompt for another group only if the prompt has at least
+            this number of uncached tokens; 0 if this group is no prefill group.
         blocks: the source from which other groups or services fetch the KV of prompts; None if
             nothing is fetched from this group.
     """

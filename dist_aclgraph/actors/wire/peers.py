@@ -1,4 +1,4 @@
-"""PeersKey: lets another service fetch files of KV blocks from the nodes of this service.
+"""PeersKey: the keys with which services fetch files of KV blocks from each other's nodes.
 
 Services that do not run in the same Ray cannot send each other keys or tokens. Instead, they have a
 common secret, the file ``kv.peers_key_file``. Each service derives two things from this secret:
@@ -8,8 +8,8 @@ common secret, the file ``kv.peers_key_file``. Each service derives two things f
   fetched, and the servers' public CURVE keys. A ticket contains no secret, because clients of the
   API can read it.
 
-A service connects only to addresses in tickets with a valid signature. So clients can neither
-choose the addresses to which a service connects, nor send KV to a service.
+A service connects only to addresses in tickets with a valid signature. So a client of the API
+cannot choose the address to which a service connects, and cannot send KV to a service.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from dist_aclgraph.kv.tiers import CachePlace, KVTiers
 FILE_KEY = "kv.peers_key_file"
 MIN_KEY_CHARS = 32
 MAX_FILE_BYTES = 4096
-TICKET_S = 600.0  # seconds until a ticket expires; clocks of services must differ by less than this
+# Seconds until a ticket expires. The clocks of two services must differ by less than this time.
+TICKET_S = 600.0
 MAX_TICKET_CHARS = 1 << 16
 _MAC_BYTES = 32
 
@@ -80,7 +81,7 @@ class _Ticket(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the ticket names a node for each file of a block. ``routes`` requires these
+        """Whether the ticket names a node for each part of the cache. ``routes`` requires these
         nodes. A ticket from another version of dist_aclgraph may lack some nodes.
         """
         counts = len(self.place.all_places), len(self.place.all_state_places)
@@ -183,9 +184,9 @@ class PeersKey:
             raise TicketError(f"it expired {now_s - ticket.expires_s:.0f} s ago")
         if (offer.host, offer.port) != _host_and_port(ticket.nodes[0].url):
             raise TicketError("remote_host and remote_port are not those of the ticket")
-        # Each node gets a new name instead of Ray's id. With Ray's id, a service on the same node
-        # would fetch nothing, because groups on one node usually share files. But different
-        # services may keep different files.
+        # Each node gets a new name instead of Ray's id. A group fetches nothing from a node with
+        # the id of its own node, because groups of one service share their files on a node. But
+        # different services may keep different files.
         addresses = tuple(self._address(f"peer-{i}", node) for i, node in enumerate(ticket.nodes))
         return BlockSource(addresses, ticket.identity, ticket.place, ticket.holders, self.token)
 
@@ -201,8 +202,8 @@ def open_server(
     files: Mapping[FileKind, Sequence[KVTiers]],
     lent: LentFiles | None = None,
 ) -> BlockServer:
-    """Return a server of files. If the configuration names a key file, other services may fetch
-    from this server, too. For the arguments, see ``BlockServer``.
+    """Return a server of files. If the configuration names a key file, the server also answers
+    requests of other services. For the arguments, see ``BlockServer``.
 
     Raises:
         ConfigError: the file with the key cannot be used.

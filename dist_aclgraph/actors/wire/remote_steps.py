@@ -1,8 +1,8 @@
 """Steps between an engine and workers on other nodes.
 
 The channel uses ZeroMQ with CURVE keys: plans are sent by PUB/SUB sockets, and results by PUSH/PULL
-sockets. The topic of a plan is a data-parallel rank, so that a worker gets only the plans of its
-own data-parallel rank. ``addresses.py`` explains the addresses.
+sockets. The topic of a plan is a data-parallel rank. A worker receives only the plans of its own
+data-parallel rank. ``addresses.py`` explains the addresses.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from dist_aclgraph.errors import EngineDeadError
 LOOK_MS = 500  # milliseconds between two checks whether a wait should end
 TOPIC = struct.Struct("<I")  # Each plan begins with its data-parallel rank in this format.
 # The keys are the first byte of an XPUB frame: 1 for a new subscription, 0 for the end of a
-# subscription. The values are the change of the number of workers.
+# subscription. Each value is the change in the number of workers.
 WORKERS_OF_FRAME = {1: 1, 0: -1}
-FAREWELL_MS = 200  # time limit in milliseconds for the last frame, because a worker may be dead
+FAREWELL_MS = 200  # time limit in milliseconds for sending the last frame when a socket is closed
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The addresses for a worker on another node, and the worker's data-parallel rank."""
+    """The endpoints to which a worker on another node connects, and the worker's data-parallel
+    rank.
+    """
 
     plans: Endpoint
     results: Endpoint

@@ -50,8 +50,8 @@ class Wakeup:
         return self._in.fileno()
 
     def wake(self) -> None:
-        # The error can be ignored: a full socket wakes the thread anyway, and a closed socket means
-        # that the thread has ended.
+        # Two errors are ignored. If the socket is full, the bytes in the socket already wake the
+        # thread. If the socket is closed, the thread has ended.
         with contextlib.suppress(OSError):
             self._out.send(b"\0")
 

@@ -3,7 +3,7 @@ workers' results.
 
 Workers on the engine's node use Unix sockets (``local_steps.py``). Workers on other nodes use
 ZeroMQ (``remote_steps.py``). Messages are MessagePack. Every message contains its epoch and its
-step. Messages of earlier epochs or steps are dropped.
+step. The receiver drops messages of earlier epochs or steps.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Deadline:
 
 
 def unknown_statuses(ranks: Sequence[GroupRank]) -> RankStatuses:
-    """Return None as the status of each rank. Used if there is no way to ask ranks for their
-    statuses.
+    """Return None as the status of each rank. This function is used if ranks cannot be asked for
+    their statuses.
     """
     return dict.fromkeys(ranks)
 
