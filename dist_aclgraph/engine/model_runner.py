@@ -345,7 +345,7 @@ class ModelRunner:
             inputs = self._batch.step_inputs(records, moves=bool(self._flights))
             if self._samples:
                 self._output.count_tokens(batch, inputs, self._tokens_at)
-            # In an eager step, the queued work may be too little to keep the device busy.
+            # ``is_queued`` is false in eager steps: too little work may be queued at that time.
             answer_early = partial(answer, is_queued=plan.graph is not None)
             flight = self._run(plan, rank, inputs, land, answer_early)
             self._batch.note_samples(inputs)

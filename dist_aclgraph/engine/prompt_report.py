@@ -60,7 +60,8 @@ def queue_prompts(
     """Compute the log-probabilities of prompts for the requests that ask for log-probabilities, and
     queue copies of the results to the host.
 
-    Every rank of a tensor parallel group calls this with the same rows. The host does not wait.
+    All ranks of a tensor parallel group must call this for the same requests. The host does not
+    wait.
 
     Args:
         hidden: [num_tokens, hidden], hidden states of the step's tokens.
@@ -79,8 +80,8 @@ def queue_prompts(
         num_best = int(settings["prompt_logprobs"][place])
         if begin >= end:  # no token of the prompt follows these tokens
             continue
-        # Index of the request's first token among the step's tokens. If an earlier step has run the
-        # first token, the index is negative or is the index of another request's token.
+        # The request's token at position p has the index ``start + p`` among the step's tokens.
+        # ``start`` can be negative, because earlier steps may have run the first tokens.
         start = query_end - kv_len
         states = torch.split(hidden[start + begin : start + end], most)
         tokens = npu.upload(batch.token_ids[row, begin + 1 : end + 1].copy())

@@ -81,7 +81,9 @@ class Replays:
         self._watch.lap("replay")
 
     def correct(self, inputs: HostStep) -> None:
-        """Set the step's correct lengths, which were unknown when its first graph was queued."""
+        """Set the step's correct lengths, which were unknown when the step's first graph was
+        queued.
+        """
         assert self._step is not None
         graphs, _ = self._step
         graph = graphs[0].descriptor

@@ -54,14 +54,14 @@ class StateSteps:
         return StateMetadata(direct=self._direct(bases, rows))
 
     def of_step(self, inputs: HostStep) -> StateMetadata:
-        """Return the metadata of any mixture of requests without padding.
+        """Return the metadata of a step without padding. The step may contain any mixture of
+        requests.
 
         A request is called direct if it updates its state token by token. With drafts, a request is
         direct if it verifies drafts. Without drafts, a request is direct if it runs one token. A
         request that comes from another group first runs the output tokens that it already has,
-        without sampling. In these steps, the request is also direct, so that its state is rounded
-        in the same way as in the other group. The requests that decode are the first requests of a
-        batch.
+        without sampling. The request is direct in these steps, so that both groups round its state
+        in the same way. The requests that decode are the first requests of a batch.
         """
         lens = np.diff(inputs.query_ends, prepend=np.int32(0))
         logits = np.zeros(len(lens), np.int32)

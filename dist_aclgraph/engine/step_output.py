@@ -171,7 +171,8 @@ class StepOutput:
         other rows, count the latest tokens.
 
         Args:
-            token_ids: returns the tokens of [n] references, [n] int32 on the device.
+            token_ids: takes [n] references; returns the tokens for which the references stand, [n]
+                int32 on the device.
         """
         rows = self._batch
         for start in batch.started:
@@ -193,8 +194,8 @@ class StepOutput:
             self._counted[coming.rows] += 1
 
     def _find_last(self, step: HostStep, token_ids: TokensAt) -> None:
-        """Copy the last tokens of rows that have bad words, before this step overwrites these
-        tokens on the device.
+        """For rows with bad words, copy the latest tokens that the host does not have. Later, this
+        step overwrites the original tokens on the device.
         """
         self._coming_rows, self._coming = NO_INTS, None
         words = self._batch.sampling.bad_words
@@ -270,8 +271,8 @@ class StepOutput:
         return SpecialPlaces(known, logits, chosen)
 
     def forget(self) -> None:
-        """Drop all values that were sent to the device, because the values may not have reached the
-        device before its abort.
+        """Let the next step send all values to the device again. An abort of the device may have
+        stopped the copies of earlier values.
         """
         self._known.forget()
         self._counts.forget()

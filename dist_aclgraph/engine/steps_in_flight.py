@@ -50,7 +50,7 @@ class QueuedStep:
     """A step that is queued on the device.
 
     Attributes:
-        num_written: number of steps whose inputs were written to the buffers, this step included.
+        num_written: value of ``StepBuffers.num_written`` after this step's inputs were written.
         stages: the host's time in each stage of this step until now, in microseconds.
         grammars: the grammars that have failed in this step, or are not compiled yet.
     """
@@ -93,9 +93,8 @@ class StepsInFlight:
         # Steps whose results were read, but not reported yet. The third element is the step's
         # ``waited_us``.
         self._ended: deque[tuple[QueuedStep, HostOutput, int]] = deque()
-        # The moment at which the queued work of the second oldest step became enough to keep the
-        # device busy; 0 while there is too little queued work. From this time on, the host only
-        # waits for the oldest step.
+        # The time at which enough work was queued to keep the device busy after the oldest step; 0
+        # if too little work is queued. ``waited_us`` is measured from this time.
         self._queued_s = 0.0
         # Number of accepted drafts in each row's last step.
         self._num_passed: IntArray = np.zeros_like(self.batch.num_tokens)
@@ -165,7 +164,7 @@ class StepsInFlight:
 
         Args:
             report: called with each result.
-            stage: the host now works on the next step; this is the name of its present stage.
+            stage: name of the stage of the next step on which the host works now.
             is_queued: whether enough work of the next step is queued to keep the device busy while
                 the host queues the remaining work.
         """
@@ -243,7 +242,7 @@ class StepsInFlight:
         self._num_passed[:] = 0
 
     def forget_unplaced(self) -> None:
-        """From now on, report ``num_unplaced`` without the tokens of the aborted steps.
+        """Exclude the tokens of the aborted steps from ``num_unplaced`` of later results.
 
         The device's counter includes tokens of the aborted steps, so the counter's current value is
         subtracted from later values.

@@ -59,9 +59,9 @@ class CapturedGraph:
 
         Args:
             addresses: addresses of the buffers that contain the step's inputs.
-            lens: the step's lengths, padding included. If these lengths were sent to the tasks
-                before the replay, ``after_replay`` must be called with the same lengths. Otherwise,
-                it may be called with other lengths.
+            lens: the step's lengths, padding included. If ``send_ahead`` has sent these lengths to
+                at least one task, the later call of ``after_replay`` must send the same lengths. If
+                not, ``after_replay`` may send other lengths.
 
         Raises:
             ReplayMismatchError: the inputs do not fit the capture; nothing was queued.

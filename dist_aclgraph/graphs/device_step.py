@@ -21,10 +21,10 @@ class DraftInputs(NamedTuple):
             position of the request's first place; -1 is padding.
         places: [num_reqs * (k + 1)] int32, indices of the places among the step's tokens. If a
             request has fewer than k + 1 places, its last place is repeated.
-        behind: [num_reqs] int32, for each request, a row; None outside of graphs. The device
-            increases the request's positions by the number of drafts that this row's last step
-            accepted. If the host already knows the right positions, the row is the spare row, where
-            this number is 0.
+        behind: [num_reqs] int32, for each request, the row whose number of accepted drafts the
+            device adds to the request's positions; None outside of graphs. The number is from the
+            row's last step. If the host already knows the positions, the row is the spare row,
+            whose number is 0.
     """
 
     rows: Tensor
@@ -42,8 +42,8 @@ class SharedPlaces(NamedTuple):
     Attributes:
         owners: [num_places] int32, the rank that runs each place; padding places are included.
         landings: [num_places] int32, without padding places. For each place, the index of its token
-            in this rank's list of tokens. If another rank runs the token, the index is the length
-            of this list, padding included.
+            in this rank's list of tokens. If another rank runs the token, the element is the number
+            of this rank's tokens, padding included. This number is not the index of any token.
     """
 
     owners: Tensor
@@ -60,13 +60,15 @@ class DeviceStep:
     Attributes:
         token_ids, positions, slots: [num_tokens], padding included.
         block_table: [num_reqs, num_blocks]; the table has rows of padding requests only in graphs.
-        places: indices of the tokens whose logits are needed. In graphs, the shape is [num_reqs],
-            padding included; but if every request verifies drafts, all tokens are places. Outside
-            of graphs, only live requests have places, and the shape is [num_samples * (k + 1)].
+        places: indices of the tokens whose logits are needed. In graphs that verify drafts, all
+            tokens are places, and the shape is [num_tokens]. In other graphs, the shape is
+            [num_reqs], padding included. Outside of graphs, only live requests have places, and the
+            shape is [num_samples * (k + 1)].
         drafts: the places from which drafting continues, padding included; None if the step
             verifies no drafts.
-        next_tokens: [num_tokens + 1], the token after each of the step's tokens, including padding,
-            and one spare element. None in graphs, or if the deployment uses no drafts.
+        next_tokens: [num_tokens + 1], for each of the step's tokens, the token that follows in the
+            request. Padding and one spare element are included. None in graphs, or if the
+            deployment uses no drafts.
         draft_table: [num_samples, num_blocks], block table of the live sampled requests. None in
             graphs, or if the deployment uses no drafts.
         shared: the rank that runs each of ``places``, if prompts are split between ranks; otherwise

@@ -56,14 +56,14 @@ class Recording:
 
     @cached_property
     def counts_streams(self) -> bool:
-        """Whether captures change the number of free streams that the device reports. The first use
-        of this property finds this out with a test capture.
+        """Whether a capture reduces the number of free streams that the device reports, and a
+        release increases the number again. The first use of this property makes a test capture.
         """
         return self._npu.counts_graphs(self.stream)
 
     def record(self, name: str, body: Callable[[], None]) -> Any:
-        """Record ``body`` as a graph, without running it. The graph keeps the memory pool alive
-        until ``forget`` is called.
+        """Record ``body`` as a graph, without running it. The memory pool is not freed before
+        ``forget`` is called for this graph.
 
         Raises:
             StreamExhaustedError, OutOfDeviceMemoryError: the device ran out of streams or memory.

@@ -4,11 +4,11 @@ largest graph.
 The integer inputs of a graph (tokens, positions, slots, and the indices of the tokens whose logits
 are needed, called places) are at the front of one buffer, each array at an aligned address. So a
 step sends all of these inputs in one copy. If the block table has changed, the step sends the table
-in a second copy. An array that the pinned memory already contains is not written there again. A
-graph that verifies drafts has inputs for drafts instead of ``places``, because all of its tokens
-are sampled. Padding has these values: token 0, position 0, slot -1 (its KV is not written), place
-0, the spare row, 0 as the maximum number of accepted drafts, and block 0 (the dummy block, which no
-request owns).
+in a second copy. If the pinned memory already contains an array, a step does not write the array
+again. In a graph that verifies drafts, all tokens are places. Such a graph has inputs for drafts,
+and no input ``places``. Padding has these values: token 0, position 0, slot -1 (its KV is not
+written), place 0, the spare row, 0 as the maximum number of accepted drafts, and block 0 (the dummy
+block, which no request owns).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class StepBuffers:
     Attributes:
         addresses: the addresses of the buffers, which captured graphs contain.
         logits: [max_samples, vocab], the logits from which tokens are sampled.
-        tokens: token table; its latest tokens are the array ``sampled``. None if the deployment
-            uses drafts.
+        tokens: the token table, whose attribute ``latest`` is the tensor ``sampled``. None if the
+            deployment uses drafts.
         sampled: [max_samples] int32, the sampled tokens. A replay writes the most probable tokens;
             then the sampler overwrites the tokens that must be chosen in another way.
         best: [max_samples], for each sampled token, the greatest of its logits. It is NaN or
@@ -122,9 +122,9 @@ class StepBuffers:
         self.num_written = 0
         # The host's copy of the block table that is on the device.
         self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)
-        # The block table of the last step, if ``_table`` contains the same blocks; otherwise None.
+        # The block table of the last step; None before the first step and after ``forget``.
         self._latest_table: IntArray | None = None
-        # Size of the last step's block table. ``_table`` is zero after the columns of that table.
+        # Size of the last step's block table. All later columns of ``_table`` are zero.
         self._written_rows = 0
         self._written_width = 0
         self._is_forgotten = False  # whether the next step must send all rows of the block table
@@ -146,8 +146,9 @@ class StepBuffers:
         layout = self._layouts[graph]
         arrays = layout.arrays[index]
         held = twins.held if twins.graph == graph else NOTHING_HELD
-        # In a piecewise step, logits of more tokens can be needed than the graph's input ``places``
-        # has elements. But then ``upload_step`` sends the indices of these tokens.
+        # In a piecewise step, ``step.places`` can have more elements than the graph's input
+        # ``places``. The step does not use this input: ``upload_step`` sends ``step.places`` in
+        # another tensor.
         values = step.token_ids, step.positions, step.slots, step.places, step.rows
         num_filled = 3 if self._verifies(graph) else 4
         for array, new, old, padding in zip(
@@ -274,8 +275,8 @@ class StepBuffers:
 
         Each row has enough entries for the longest possible request. To save bytes, only the rows
         from the first to the last changed row are sent. Entries after a step's last column are set
-        to the dummy block: in graphs whose lengths are never updated, attention reads the blocks of
-        all entries. A mask cannot hide NaN values in the blocks of earlier requests.
+        to the dummy block. In graphs whose lengths are never updated, attention reads the blocks of
+        all entries. Blocks of earlier requests could contain NaN values, which a mask cannot hide.
         """
         if block_table is self._latest_table:
             return None
@@ -303,8 +304,8 @@ class _Layout(NamedTuple):
 
     Attributes:
         inputs: view of the device's buffer that contains all integer inputs of the graph.
-        twins: for each of the pinned memories, a view with the size of ``inputs``. A step copies
-            one of these views to ``inputs``.
+        twins: one view of each pinned memory, with the size of ``inputs``. A step copies one of
+            these views to ``inputs``.
         arrays: for each of the pinned memories, views of the input arrays in it.
     """
 

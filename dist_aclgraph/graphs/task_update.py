@@ -15,8 +15,8 @@ graph continues. Lengths are sent either
 Rules for the order of work on the device:
 
 1. A task is patched only after the last replay has read the old lengths. The task's event is
-  recorded only after the last replay has reset the event; otherwise the reset would undo the
-  recording, and the device would wait for ever. So the update stream waits for the end of the last
+  recorded only after the last replay has reset the event. An earlier recording would be undone by
+  the reset, and the device would wait for ever. So the update stream waits for the end of the last
   replay before it opens the first task for the next replay.
 2. An open task lets the graph continue. If the step has other lengths, open tasks are closed: the
   update stream waits for the recorded events and resets them, as a replay would do. The main stream
@@ -24,8 +24,8 @@ Rules for the order of work on the device:
 3. Steps that replay other graphs, and eager steps, do not change open tasks. Tasks stay open until
   their own graph is replayed. Before this replay, open tasks are closed if their lengths differ
   from the lengths of the step.
-4. A graph is released only while the device is idle. Then no update that was sent ahead is still
-  running.
+4. A graph is released only while the device is idle. At that time, all updates that were sent ahead
+  have ended.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class UpdatableTask:
 
     Attributes:
         arguments: arguments of the operator. The arguments include the lengths that were sent to
-            the task last. Device tensors among the arguments are weak references, so that the
-            graph's pool can reuse their memory inside the graph.
-        ahead: index of the iteration of drafting to which the operator belongs. The operator uses
-            the KV lengths of this iteration.
+            the task last. Device tensors among the arguments are weak references, so that later
+            operators of the graph can reuse the tensors' memory.
+        ahead: index of the drafting iteration in which the operator runs. The operator uses the KV
+            lengths of this iteration.
     """
 
     operator: AttentionOperator
@@ -77,10 +77,10 @@ class UpdatableTask:
         try:
             self._update(stream)
         except RuntimeError:
-            # After an error of the operator, the task update is still open and must be ended. After
-            # other errors, no update is open, so ``end_task_update`` raises a second error. This
-            # second error is ignored, because only the first error names the cause, e.g. a stopped
-            # device.
+            # If the operator has raised the error, the task update is still open and must be ended.
+            # If another call has raised the error, no update is open, and ``end_task_update``
+            # raises a second error. This second error is ignored, because only the first error
+            # names the cause, e.g. a stopped device.
             with suppress(RuntimeError):
                 npu.end_task_update(stream)
             raise
@@ -241,7 +241,7 @@ class TaskUpdates:
         is_wanted_elsewhere: Callable[[], bool],
     ) -> None:
         """Send guessed lengths of the next replay to one task after another, and record the tasks'
-        events, until all tasks have lengths or the host has other work.
+        events. Stop when all tasks have lengths, or when the host has other work.
 
         If the host had other work, a later call with the same lengths continues with the next task.
         """

@@ -1,5 +1,6 @@
-"""A table on the device that replaces references by tokens. The table begins with the latest
-tokens, which are not on the host. All token ids follow in ascending order.
+"""A table on the device that replaces references by tokens. The first part of the table contains
+the latest tokens, which are not on the host. The second part contains all token ids of the
+vocabulary, in ascending order.
 
 One gather operator turns the input numbers of a step into token ids. A negative number is a
 reference (``references.py``) and is replaced by its token. Any other number is a token id and does

@@ -1,11 +1,11 @@
 """Files with copies of KV blocks, in a folder whose size is limited.
 
 A file contains one block of one rank: the block's part in each layer's tensors, one tensor after
-another. The file's name is the hash of the block's tokens and of all tokens before them, so every
-request with these tokens can use the file. A file is renamed to its final name when it is complete,
-and does not change afterwards. Any number of processes may read and write the same folder. No
-process keeps an index of the files; each process asks the file system. If one process deletes a
-file while another process reads it, the reader can still read the whole file.
+another. The file's name is the hash of all tokens from the beginning of the prompt to the end of
+the block. So every request with these tokens can use the file. A file is renamed to its final name
+when it is complete, and does not change afterwards. Any number of processes may read and write the
+same folder. No process keeps an index of the files; each process asks the file system. If one
+process deletes a file while another process reads it, the reader can still read the whole file.
 
 The count file, protected by a lock, contains the total size of all block files. If a new file does
 not fit, the least recently used files are deleted.
@@ -59,8 +59,8 @@ class _NewFile:
 
     Attributes:
         fd: the descriptor of the unfinished file; -1 if this process must not write the file.
-        exists: whether the finished file exists, or another process is writing it. This attribute
-            is set when the context of ``_new_file`` ends.
+        exists: true if the finished file exists, or if another process is writing the file. This
+            attribute is set when the context of ``_new_file`` ends.
     """
 
     fd: int = -1
@@ -244,7 +244,7 @@ class BlockFiles:
                 new.fd = -1
             yield new
             if is_reserved:
-                if _is_removed(new.fd):  # this path may belong to another process now
+                if _is_removed(new.fd):  # another process's file may be at this path now
                     raise OSError("another process has removed the unfinished file")
                 os.rename(unfinished, path)
                 new.exists = True
@@ -280,8 +280,8 @@ class BlockFiles:
 
     def delete_all(self) -> None:
         """Delete this rank's folder with all of its files."""
-        # The bytes are subtracted before the files are deleted: if the count file contains no
-        # count, ``_add`` first counts all files, so these files must still exist.
+        # The bytes are subtracted before the files are deleted. If the count file contains no
+        # count, ``_add`` first counts the bytes of all files, and must include these files.
         if size := sum(size for _, _, size in _files_below(self._folder)):
             self._add(-size)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -325,9 +325,9 @@ class BlockFiles:
         """Read the times of use of all files below the root, and queue the least recently used
         files for deletion. Return the total size of all files.
 
-        Together, the queued files have about a tenth of ``max_bytes``. No further files are queued,
-        because times of use change. After the queued files were deleted, the next survey reads the
-        times again.
+        The total size of the queued files is about a tenth of ``max_bytes``. No further files are
+        queued, because their times of use may change before they are deleted. After the queued
+        files were deleted, the next survey reads the times again.
         """
         found = sorted(_files_below(self._root))
         total = sum(size for _, _, size in found)
@@ -409,8 +409,8 @@ def _move(call: Callable[[int, Buffers], int], file: int, buffers: Buffers) -> N
 def _touch(file: int | Path, depth: int) -> None:
     """Set the file's last time of use.
 
-    A block is useless if a block before it in the prompt is missing. So the later blocks of a
-    prompt get earlier times of use than the blocks before them, and are deleted first.
+    A block is useless if a block before it in the prompt is missing. So each block gets an earlier
+    time of use than the block before it, and the last blocks of a prompt are deleted first.
     """
     used_s = time.time() - depth * BLOCK_AGE_S
     os.utime(file, (used_s, used_s))

@@ -20,8 +20,8 @@ HASH_BYTES = 16
 
 
 def salted_root(salt: str) -> BlockHash:
-    """Return the value that a request with this salt uses as the hash of the block before its first
-    block; b"" if ``salt`` is empty.
+    """Return the argument ``parent`` of ``hash_block`` for the first block of a request with this
+    salt; b"" if ``salt`` is empty.
     """
     if not salt:
         return b""
@@ -45,12 +45,12 @@ class BlockPool:
     ``num_free + num_used == num_blocks - 1``.
 
     Args:
-        counts_shared: whether a block that several requests share is counted several times, once
-            for each request. CANN 8.5 requires this: its attention operator counts a shared block
-            once for each request, and refuses a batch if the sum exceeds the cache's number of
-            blocks.
+        counts_shared: whether a shared block counts once for each request that uses the block. CANN
+            8.5 requires this: its attention operator counts a shared block once for each request,
+            and refuses a batch if the sum exceeds the cache's number of blocks.
         checkpoints: the checkpoints of a model with recurrent state; None for other models. A
-            checkpoint is freed when the last block before it is evicted from the prefix cache.
+            checkpoint is freed when the block directly before the checkpoint is evicted from the
+            prefix cache.
         events: receives the events of the prefix cache; None if events are not published. The pool
             reports evicted blocks; ``store_block``, which knows the tokens, reports stored blocks.
     """
@@ -208,8 +208,8 @@ class BlockPool:
                     self._cached[block_id] = None
 
     def condemn(self, block_ids: Iterable[int]) -> None:
-        """Record that used blocks might contain NaN. From now on, ``match`` does not find these
-        blocks. After a block is freed, workers clean it (set it to zero).
+        """Record that used blocks might contain NaN. After this call, ``match`` does not return
+        these blocks. After a block is freed, workers clean it (set it to zero).
         """
         for block_id in block_ids:
             self._forget(block_id)
@@ -219,8 +219,8 @@ class BlockPool:
         """Return the blocks that workers must clean (set to zero) before the next step. Each block
         is returned only once.
 
-        The result includes the dummy block, because the KV of tokens after a request's end is
-        written there.
+        A result that is not empty includes the dummy block, because the KV of tokens after a
+        request's end is written to the dummy block.
         """
         if not self._dirty:
             return []

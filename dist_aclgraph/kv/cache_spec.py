@@ -33,8 +33,8 @@ def elements_per_token(facts: ModelFacts, tp: int) -> int:
 
 
 def how_to_shrink_weights(config: Config) -> str:
-    """Return the end of an error message. This text names the configuration keys that make each
-    rank's weights smaller.
+    """Return advice for the end of an error message: how to change the configuration so that each
+    rank's weights become smaller.
     """
     more = "parallel.tp or parallel.ep" if config.parallel.ep > 1 else "parallel.tp"
     return f"raise {more}" + ("" if config.makes_int8 else ", or set quantization=w8a8")
@@ -123,9 +123,7 @@ class KVCacheSpec:
 
     @property
     def tokens_per_block(self) -> int:
-        """Number of tokens that all blocks with the same id contain together; each shard has one of
-        these blocks.
-        """
+        """Number of tokens with the same block id: ``block_size`` tokens on each shard."""
         return self.block_size * self.num_shards
 
     @property
@@ -157,8 +155,8 @@ class KVCacheSpec:
         return -(-num_tokens // self.tokens_per_block)
 
     def longest_request(self, num_blocks: int, max_model_len: int) -> int:
-        """Return the maximum length of a request: ``max_model_len``, or less if the cache is too
-        small for this length.
+        """Return the maximum length of a request: the smaller number of ``max_model_len`` and the
+        length for which the cache has room.
         """
         blocks = num_blocks - 1  # number of blocks without the dummy block
         # A request can have one token more than its blocks have room for, because the KV of its
@@ -176,8 +174,9 @@ class KVCacheSpec:
                 from the model if the configuration sets none.
 
         Raises:
-            ConfigError: too few blocks fit, that is, fewer than two, fewer than ``kv.num_blocks``,
-                or too few for one request of the configured ``max_model_len``.
+            ConfigError: the recurrent states do not fit; or fewer than two blocks fit; or fewer
+                blocks fit than ``kv.num_blocks``; or the blocks are too few for one request of the
+                configured ``max_model_len``.
         """
         kv = config.kv
         affordable = self.blocks_that_fit(free_bytes, kv.memory_fraction, kv.max_bytes)
@@ -211,7 +210,7 @@ class KVCacheSpec:
         """Return how many blocks, including the dummy block, fit in a rank's memory beside the
         state slots.
 
-        Every rank of a group must use the smallest result of all ranks.
+        All ranks of a group must use the same number of blocks, so the smallest result is used.
 
         Raises:
             ConfigError: the states do not fit, or fewer than two blocks fit.

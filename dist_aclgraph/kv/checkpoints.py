@@ -23,9 +23,9 @@ class Checkpoints:
     key of a checkpoint is the hash of the last block before the checkpoint's position. This class
     knows nothing about requests or devices.
 
-    Every checkpoint is free, begun or stored. A step in flight writes a begun checkpoint.
-    ``longest`` can find a stored checkpoint. If a new checkpoint is needed and none is free, the
-    least recently used stored checkpoint becomes free.
+    Every checkpoint is either free, begun or stored. Begun means that a step in flight writes the
+    checkpoint. Stored means that ``longest`` can find the checkpoint. If a new checkpoint is needed
+    and none is free, the least recently used stored checkpoint becomes free.
 
     Args:
         count: number of checkpoints; if it is 0, requests share no prefixes.
@@ -52,9 +52,8 @@ class Checkpoints:
         """Return the first position after ``num_computed`` at which a prompt's state is copied to a
         checkpoint. Positions are counted in tokens.
 
-        The state is copied at each multiple of the interval, and at the end of the last block
-        before the block that contains the prompt's last token. Returns ``num_tokens`` if there is
-        no such position.
+        The state is copied at each multiple of the interval, and at the beginning of the block that
+        contains the prompt's last token. Returns ``num_tokens`` if there is no such position.
         """
         if not self.count:
             return num_tokens
@@ -81,7 +80,7 @@ class Checkpoints:
         """Return the number of a checkpoint that a step may write. Return None if this prefix
         already has a checkpoint, or if no checkpoint can be made free.
 
-        The result may be the same checkpoint from which a request of the step starts. So the step
+        A request of the same step may start from the old contents of this checkpoint. So the step
         must finish all reads of checkpoints before its first write.
         """
         if block_hash in self._stored or block_hash in self._begun:

@@ -145,7 +145,7 @@ class CacheEvents:
 
         Args:
             now_s: the time of the message, in seconds since 1970.
-            rank: value of the message's field for the data-parallel rank. Here, the value is the
+            rank: value of the message's field for the data-parallel rank. The caller passes the
                 index of the port that publishes the message.
         """
         if not self._events:

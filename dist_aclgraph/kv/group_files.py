@@ -26,9 +26,9 @@ class Holders:
     """The nodes that have the files of one data-parallel rank.
 
     Attributes:
-        blocks: for each element of ``CachePlace.all_places``, the nodes with a worker that keeps
+        blocks: for each element of ``CachePlace.all_places``, the nodes on which a worker keeps
             this part of the blocks.
-        states: for each element of ``CachePlace.all_state_places``, the nodes with a worker that
+        states: for each element of ``CachePlace.all_state_places``, the nodes on which a worker
             keeps this part of the recurrent states.
     """
 
@@ -43,9 +43,10 @@ class Route:
     itself. A route contains only the parts that the reading node needs.
 
     Attributes:
-        blocks: for indices in ``CachePlace.all_places``, the index of the node that sends the file.
-        states: for indices in ``CachePlace.all_state_places``, the index of the node that sends the
-            file.
+        blocks: a key is an index in ``CachePlace.all_places``; its value is the index of the node
+            that sends the file.
+        states: a key is an index in ``CachePlace.all_state_places``; its value is the index of the
+            node that sends the file.
     """
 
     blocks: dict[int, int | None]
@@ -68,7 +69,8 @@ class GroupFiles:
         node_ids: Ray's id of each worker's node; the index is the group rank. The group's engine is
             on the first worker's node.
         only_workers: if true, workers fetch and send files on every node, because the transport
-            needs a device. If false, the engine fetches and sends the files of its own node.
+            needs a device. If false, the engine fetches and sends the files of the engine's node,
+            and workers do this only on the other nodes.
     """
 
     places: tuple[CachePlace, ...]
@@ -120,8 +122,9 @@ class GroupFiles:
 
     def finders(self, dp_rank: int) -> list[int]:
         """Return the workers that look up and fetch files for a data-parallel rank: the rank's
-        first worker on each node. If ``only_workers`` is false, the result contains no worker of
-        the engine's node, because the engine itself looks up and fetches the files of this node.
+        first worker on each node. If ``only_workers`` is false, the engine itself looks up and
+        fetches the files of the engine's node. In this case, the result contains no worker of that
+        node.
         """
         first: dict[str, int] = {}
         for rank in self.ranks_of(dp_rank):
@@ -130,9 +133,8 @@ class GroupFiles:
 
     @property
     def servers(self) -> list[int]:
-        """The workers that send files to other groups: the first worker on each node except the
-        engine's node, in the order of ``nodes``. With ``only_workers``, the first worker on each
-        node.
+        """The workers that send files to other groups: the first worker on each node, in the order
+        of ``nodes``. If ``only_workers`` is false, the engine's node is left out.
         """
         return [self.node_ids.index(node_id) for node_id in self._nodes_of_workers]
 
@@ -142,9 +144,9 @@ class GroupFiles:
         return self.nodes if self.only_workers else self.nodes[1:]
 
     def places_beside(self, rank: int) -> tuple[CachePlace, ...]:
-        """Return the parts of the cache that the worker ``rank`` and the other workers of its
-        data-parallel rank on the same node keep. The parts are in the order of
-        ``CachePlace.all_places``, without duplicates.
+        """Return the parts of the cache that are on the node of the worker ``rank``, and belong to
+        the worker's data-parallel rank. The parts are in the order of ``CachePlace.all_places``,
+        without duplicates.
         """
         ranks, size = self.ranks_of(rank // len(self.places)), len(self.places)
         there = {self.places[r % size] for r in ranks if self.node_ids[r] == self.node_ids[rank]}
@@ -193,8 +195,8 @@ def routes(
         readers: the parts of the cache that the workers on the reading node keep.
         here: index of the reading node among the source group's nodes; None if the reading node is
             not one of these nodes.
-        turn: a number that chooses the node from which a file is read, if several nodes with the
-            same load have the file. Readers with different numbers use different nodes.
+        turn: if several nodes with the same load have a file, this number chooses the node from
+            which the file is read. Readers with different numbers use different nodes.
         load: returns the load of a node. If several nodes have a file, the file is read from a node
             with the lowest load.
     """
@@ -209,7 +211,7 @@ def routes(
         if any((place.rank, place.num_ranks) == (r.rank, r.num_ranks) for r in readers)
     ]
     if not blocks or (source.has_state and not states):
-        return []  # the readers need other parts of the cache
+        return []  # the source group does not have the parts that the readers need
 
     def choose(nodes: Nodes) -> int | None:
         first = turn % len(nodes)

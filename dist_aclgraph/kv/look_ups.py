@@ -32,8 +32,8 @@ T = TypeVar("T")
 HasFile = Callable[[BlockHash], bool]
 Answer = Callable[[], T | None]  # returns the result of a look-up; None until the look-up has ended
 # A function that begins to fetch the files of blocks into the node's first tier. Its arguments are
-# the hashes of the blocks, and the number of the prompt's blocks before the first of these blocks.
-# The answer becomes True when the fetch has succeeded or failed.
+# the hashes of the blocks, and the index of the first of these blocks in the prompt. The answer
+# becomes True when the fetch has succeeded or failed.
 FetchBlocks = Callable[[Sequence[BlockHash], int], Answer[bool]]
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ def _count_nothing() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Files:
-    """Functions that look up files. Their results may be wrong, because they look up only the files
-    of a data-parallel rank's first worker, and because files can be deleted at any time.
+    """Functions that look up files. A result may be wrong for two reasons: only the files of a
+    data-parallel rank's first worker are looked up, and files can be deleted at any time.
 
     Attributes:
         has: takes a block's hash; returns whether the block has a file.
@@ -86,9 +86,9 @@ def count_found(
     The binary search assumes that no file exists after the first missing file, because files of
     later blocks are deleted first (``block_files``). If this assumption is wrong, the result may be
     too large. In that case, the read of the missing file fails later. The first block's file is
-    always looked up, because the files of a prefix can be deleted before the files of later blocks.
-    This happens if the prefix stays in the device's cache: then no request reads the prefix's
-    files, so these files become the least recently used files.
+    always looked up, because this file can be missing although files of later blocks exist. If a
+    prefix stays in the device's cache, no request reads the prefix's files. These files become the
+    least recently used files, and are deleted first.
 
     Args:
         is_refused: returns whether a block's file must not be used.
@@ -255,8 +255,8 @@ def find_or_fetch(
     second look-up.
 
     Args:
-        ask: begins to look up how many leading blocks of ``hashes`` have files on this node. The
-            blocks after these leading blocks are fetched.
+        ask: begins to look up how many leading blocks of ``hashes`` have files on this node. All
+            other blocks of ``hashes`` are fetched.
     """
 
     def turns() -> Iterator[int | None]:

@@ -1,5 +1,5 @@
-"""Reads a rank's blocks from the files of other groups, which divide the heads among more or fewer
-ranks than this rank's group.
+"""Reads a rank's blocks from the files of other groups. The other groups divide the heads among
+more or fewer ranks than this rank's group.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class HeadPart:
 
 
 class OtherLayouts:
-    """The files of one tier that were written by groups whose ranks have more or fewer heads than
-    ``part``.
+    """The files of one tier that other groups have written. In these groups, each rank keeps more
+    or fewer heads than this rank, which keeps ``part``.
 
     In a block, each tensor has the shape [token slots, heads of the part, bytes of a head].
 
@@ -66,8 +66,8 @@ class OtherLayouts:
         return any(_have(division, block_hash) for division in self._divisions)
 
     def read(self, block_hash: BlockHash, buffers: Buffers, depth: int = 0) -> bool:
-        """Read a block; return False if no division of the heads has all files of the block. See
-        ``BlockFiles.read``.
+        """Read a block; return False if files of the block are missing in every division of the
+        heads. See ``BlockFiles.read``.
         """
         for division in self._divisions:
             if _have(division, block_hash) and all(

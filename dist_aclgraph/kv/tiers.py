@@ -94,8 +94,8 @@ class CachePlace:
 
     @property
     def all_places(self) -> list[CachePlace]:
-        """The different parts of the blocks that the data-parallel rank's workers keep, each part
-        once.
+        """The parts into which the data-parallel rank's blocks are divided. A part is listed once,
+        even if several workers keep the part.
         """
         parts = product(range(self.num_heads), range(self.num_shards))
         return [replace(self, heads=heads, shard=shard) for heads, shard in parts]
@@ -136,8 +136,8 @@ class KVTiers:
     Args:
         tiers: maps the name of each tier to the tier's files; new blocks are written to the first
             tier.
-        others: for each tier's name, the files that other groups have written to this tier; these
-            groups divide the heads in other ways.
+        others: maps the name of each tier to the files of groups that divide the heads in other
+            ways.
     """
 
     def __init__(
@@ -153,8 +153,9 @@ class KVTiers:
         self.num_read: Counter[str] = Counter()
         self._first, *lower = tiers.values()
         self._second = lower[0] if lower else None
-        # Blocks that must still be written to the second tier. If the second tier is too slow, the
-        # oldest of these blocks are dropped from the list, and are never written there.
+        # Blocks that must still be written to the second tier. If the second tier is too slow, this
+        # queue becomes full. Then the oldest blocks are removed from the queue, and are not written
+        # to the second tier.
         self._late: deque[BlockHash] = deque(maxlen=MAX_LATE)
 
     @classmethod
@@ -357,8 +358,8 @@ def cache_identity(config: Config) -> str:
     tokens have the same KV in both caches.
 
     The name depends on the model's files, and on all settings that change KV values or their layout
-    within a block. Each file contributes only its name, its size, its time and samples of its
-    contents, because reading all weights would take minutes.
+    within a block. Each file is represented by its name, size, time and samples of its contents,
+    because reading all weights would take minutes.
     """
     directory = Path(config.model)
     files = [directory / MODEL_CONFIG]
@@ -387,7 +388,7 @@ def _signature(file: Path) -> tuple[int, int, str]:
     """Return size and time of a file, and a hash of some of its contents.
 
     Size and time are not enough, because tools that pack files often give all files the same time.
-    So the files of two checkpoints with the same shapes can have equal sizes and times.
+    So the weight files of two models with the same shapes can have equal sizes and times.
     """
     try:
         status = file.stat()

@@ -33,11 +33,11 @@ class Demand:
 class Autoscaler:
     """Records since when the load has been too high or too low.
 
-    One group is added if, during the last ``up_s``, more than ``target_waiting`` requests per group
-    were waiting at all times. One group is removed if, during the last ``down_s``, two conditions
-    were true at all times: no request was waiting, and the running requests would have filled at
-    most half of the rows of the remaining groups. So after the removal, the remaining groups can
-    run all requests at the same time.
+    One group is added if more than ``target_waiting`` requests per group were waiting at all times
+    during the last ``up_s`` seconds. One group is removed if, during the last ``down_s``, two
+    conditions were true at all times: no request was waiting, and the running requests would have
+    filled at most half of the rows of the remaining groups. So after the removal, the remaining
+    groups can run all requests at the same time.
     """
 
     config: AutoscaleConfig
@@ -58,8 +58,8 @@ class Autoscaler:
         elif self._idle_since_s is not None and now_s - self._idle_since_s >= config.down_s:
             groups, self._idle_since_s = groups - 1, None
         wanted = min(max(groups, config.min_groups), config.max_groups)
-        # Lost groups are replaced anyway, as long as the restart budget allows it. So no additional
-        # groups are requested instead of lost groups.
+        # The controller replaces lost groups, as long as the restart budget allows this. So the
+        # autoscaler does not add groups to replace lost groups.
         is_missing = demand.groups < wanted <= demand.groups + demand.missing
         return demand.groups if is_missing else wanted
 

@@ -28,8 +28,8 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
         buckets: the sizes of the graphs, in tokens and in ascending order.
         refused: sizes that at least one rank could not capture. No rank tries to capture these
             sizes again.
-        max_buckets: maximum number of captured buckets. This maximum is set when the capture of a
-            further bucket has failed on some rank; None before such a failure.
+        max_buckets: maximum number of captured buckets; None means no maximum. A maximum is set
+            after at least one rank has failed to capture one more bucket.
     """
 
     run_mode: RunMode
@@ -63,8 +63,8 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
         return (graph.mode, graph.query_len) == (self.run_mode, self.query_len)
 
     def keep(self, without: BatchDescriptor | None, limit: int | None = None) -> GraphFamily:
-        """Return the family without the graph ``without``, and with at most ``limit`` of its other
-        graphs.
+        """Return a copy of the family that does not contain the graph ``without``, and has at most
+        ``limit`` graphs.
 
         Both changes are permanent: the size of ``without`` is not tried again, and the family never
         has more than ``limit`` sizes.

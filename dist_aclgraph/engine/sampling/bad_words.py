@@ -24,11 +24,11 @@ class Forbidden(NamedTuple):
     before them. Each array has one element for each forbidden token, [n].
 
     Attributes:
-        places: index of the place; tokens: the forbidden token.
-        before: the token before the last token of the bad word; -1 if the host has already found
-            this token in the request.
-        coming: index of the token that the device compares with ``before``. The index refers to the
-            list of the tokens that a step in flight samples.
+        places: index of the place where the token is forbidden; tokens: the forbidden token.
+        before: the second-to-last token of the bad word. -1 if the host has already found this
+            token in the request; in this case, the device compares nothing.
+        coming: index of the token that the device compares with ``before``, in the argument
+            ``coming`` of ``forbid``.
     """
 
     places: IntArray
@@ -51,8 +51,8 @@ def find_forbidden(
 
     Args:
         words: bad words by row; each word has two tokens or more.
-        rows, positions: [n], for each place its row, and the position of the token that is sampled
-            there.
+        rows: [n], the row of each place; positions: [n], the position of the token that is sampled
+            at each place.
         token_ids: [max_rows, max_len], the tokens that the host has; num_known: [max_rows], the
             number of these tokens in each row.
         begins: [n], for each place, the position where the output of its request begins. A bad word

@@ -40,7 +40,8 @@ def make_keys(
     """Return one key for each pair of a mixed seed and a position. The keys are uniformly
     distributed over 32 bits.
 
-    A key is the upper half of the finaliser's result for the mixed seed and the position together.
+    The finaliser's input is the XOR of the mixed seed and a number computed from the position. A
+    key is the upper half of the finaliser's result.
     """
     mixed = _finalise(seeds ^ (positions.astype(np.uint64) * _GOLDEN + _GOLDEN))
     return (mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)
@@ -56,10 +57,10 @@ class RaceNoise:
     """Owns a random factor and a random summand for each token, int32 [vocab] each. Factors and
     summands do not depend on seeds.
 
-    Each number is a hash of a key (``make_keys``): first h = key * factor + summand, then h * (2h +
-    1), both modulo 2^32, because products and sums of int32 wrap. The second step is the
-    permutation of RC6 (Rivest, Robshaw, Sidney, Yin, 1998); without this step, every number would
-    be a linear function of the key.
+    A key (``make_keys``) is hashed for each token in two steps: first h = key * factor + summand,
+    then h * (2h + 1). Both steps are modulo 2^32, because products and sums of int32 wrap. The
+    second step is the permutation of RC6 (Rivest, Robshaw, Sidney, Yin, 1998). Without this step,
+    every hash would be a linear function of the key.
     """
 
     def __init__(self, vocab_size: int, to_device: ToDevice) -> None:
@@ -72,8 +73,8 @@ class RaceNoise:
     def log_exponentials(self, keys: Tensor) -> Tensor:
         """Return [n, vocab] float32: logarithms of random numbers with exponential distribution.
 
-        If the token with the largest difference ``logit - number`` is chosen, each token is chosen
-        with its softmax probability.
+        The token with the largest difference ``logit - number`` wins the race. The probability that
+        a token wins is its softmax probability.
 
         Args:
             keys: [n, 1] int32.
@@ -81,8 +82,8 @@ class RaceNoise:
         h = torch.addcmul(self._summands, keys, self._factors)
         h = h.addcmul(h, h, value=2).bitwise_and_(0x7FFFFFFF)
         # u is uniformly distributed, and the result is log(-log(1 - u)). The token with the
-        # smallest result wins the race, so small results need the best resolution. Near 0, u has 31
-        # significant bits, and 1 - u has only 24. So u must be near 0 for small results. One
-        # operator converts the integers, multiplies and adds.
+        # smallest result wins the race, so small results need the best resolution. With this
+        # formula, small results have u near 0. Near 0, neighbouring values of u differ by 2^-31;
+        # near 1, they differ by 2^-24. One operator converts the integers, multiplies and adds.
         minus_u = torch.add(self._largest, h, alpha=-_LESS_THAN_ONE / (1 << 31))
         return minus_u.log1p_().neg_().log_()

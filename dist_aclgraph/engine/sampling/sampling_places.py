@@ -4,8 +4,8 @@ A place is a token of a step after which a token is sampled. A place is special 
 is not simply the most probable token, or if the request wants log-probabilities. Parameters are
 sent only when the sampled rows or their parameters change. Between two changes, every step reads
 the same tensors. No tensor on the device is written twice: a change creates new tensors, and steps
-in flight read the old tensors. The memory of the old tensors stays valid for these steps, because
-the NPU stream runs its work in order.
+in flight read the old tensors. Only work that is queued later can reuse the memory of the old
+tensors. The NPU stream runs its work in order, so steps in flight still read the old values.
 """
 
 from __future__ import annotations
@@ -93,9 +93,8 @@ class AskedLogprobs:
 
 @dataclass(frozen=True)
 class SamplingPlaces:
-    """The sampling parameters of places, where tokens are sampled. Two successive steps have
-    different parameters only if they sample different rows, or if the parameters of a row have
-    changed.
+    """The sampling parameters of places, where tokens are sampled. Successive steps have the same
+    parameters until the sampled rows change, or until the parameters of a row change.
 
     Attributes:
         seeds: [n], the mixed seeds; see ``mix_seeds``.
@@ -277,8 +276,8 @@ class StepPlaces:
         """Return the position that each sampled token has if all drafts before it are accepted,
         [n].
         """
-        # If fewer than k + 1 tokens are sampled for a request, its last place is repeated, with the
-        # same position.
+        # Each request has k + 1 places, even if fewer tokens are sampled for the request. The
+        # unused places have the position of the last sampled token.
         num_logits = step.num_logits[self.samples]
         first = step.kv_lens[step.sampled][self.samples] - num_logits + 1
         positions: IntArray = (first + np.minimum(self.drafts, num_logits - 1)).astype(np.int32)
@@ -323,8 +322,8 @@ class KnownPlaces:
         return self._places
 
     def forget(self) -> None:
-        """Drop the parameters after an abort of the device, because the parameters may not have
-        reached the device.
+        """Drop the parameters after an abort of the device. The abort may have stopped the copy of
+        the parameters to the device.
         """
         self._rows = self._places = None
 

@@ -37,7 +37,7 @@ class Bias(NamedTuple):
     Attributes:
         tokens: [n] int32; values: [n] float32, added to the logits of these tokens.
         of_others: the number that is added to the logits of all tokens that are not in ``tokens``:
-            -inf if those tokens are forbidden, otherwise 0.
+            -inf if only ``tokens`` are allowed, otherwise 0.
     """
 
     tokens: IntArray
@@ -60,7 +60,8 @@ class SamplingTable:
     """Owns the sampling parameters of all rows.
 
     Attributes:
-        is_plain: [max_rows], whether a row needs only its most probable token.
+        is_plain: [max_rows], whether the sampled token of a row is always the most probable token,
+            and the row needs no log-probabilities.
         may_draft: [max_rows], whether drafts of a row may be accepted. False if the row has
             penalties, or bad words of several tokens. Also false if the row's masks take long to
             compute, or if its output format and biases together may forbid every token after a
@@ -70,8 +71,8 @@ class SamplingTable:
         has_embeddings: whether at least one request asks for an embedding.
         is_all_plain: whether ``is_plain`` is true for every row.
         all_may_draft: whether ``may_draft`` is true for every row.
-        suppressed: for each row, the tokens that are forbidden until the output has ``min_tokens``
-            tokens.
+        suppressed: for each row, the tokens that are forbidden while the output has fewer than
+            ``min_tokens`` tokens.
         biases: the biases of the rows that have any; the keys are rows.
         bad_words: the bad words that have several tokens; the keys are rows.
         version: number of parameter changes until now. Readers compare versions to find out whether

@@ -53,13 +53,13 @@ class TokenCounts:
     ) -> None:
         self._counts = torch.zeros((max_rows, vocab_size), dtype=torch.float32, device=device)
         self._to_device = to_device
-        # The rows of the last call of ``add``; and, for each of these rows, the index of its first
-        # count, [n] int64.
+        # The rows of the last call of ``add``; and a tensor, [n] int64: for each of these rows, the
+        # index of the row's first count in the flattened counts.
         self._last: tuple[IntArray, Tensor] | None = None
 
     def forget(self) -> None:
-        """Drop the indices of the last call of ``add`` after an abort of the device, because the
-        indices may not have reached the device.
+        """Drop the indices of the last call of ``add`` after an abort of the device. The abort may
+        have stopped the copy of the indices to the device.
         """
         self._last = None
 
@@ -103,7 +103,7 @@ class TokenCounts:
         if penalties.repetition is not None:
             weaker, stronger = values / penalties.repetition, values * penalties.repetition
             # A penalty divides positive logits and multiplies negative logits. If the penalty is at
-            # least 1, the result is always the smaller of quotient and product.
+            # least 1, the result is min(logit / penalty, logit * penalty).
             if penalties.only_weakens:
                 repeated = torch.minimum(weaker, stronger)
             else:
