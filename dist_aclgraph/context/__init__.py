@@ -1,1 +1,1 @@
-"""Computes which ranks keep and which ranks compute each token in context parallelism."""
+"""Context parallelism: which ranks store the KV of a token, and which ranks run the token."""

@@ -1,8 +1,8 @@
 """Plans attention for requests with many query tokens. The keys of such a request are read chunk by
 chunk.
 
-The keys come from the caches of all shards. The KV tokens of a request are cut into chunks, which
-are the same on every rank, because all ranks read a chunk together. The queries of a rank are cut
+The keys come from the caches of all shards. The KV tokens of a request are cut into chunks. All
+ranks read a chunk together, so the chunks are the same on every rank. The queries of a rank are cut
 at the boundaries of the chunks. In the chunk that contains a query's position, the query attends
 causally; in each earlier chunk, the query attends to all keys. So there are two kinds of launches
 of the attention operator. A launch of the first kind is causal. In a launch of the second kind,
@@ -32,11 +32,11 @@ class Launch:
 
     Attributes:
         start, stop: range of the launch's queries among the rank's tokens.
-        query_ends, kv_ends: cumulative numbers of queries and of keys, one number for each piece of
-            a request in the launch.
+        query_ends, kv_ends: cumulative numbers of queries and of keys, one number for each piece. A
+            piece contains neighbouring queries of one request.
         kv: the KV tokens to which the launch attends, as indices among the chunk's tokens.
-        is_causal: if true, the last keys of each piece are the keys of the queries' own tokens, and
-            attention is causal. If false, every query attends to all keys.
+        is_causal: whether attention is causal. If true, the last keys of a piece belong to the same
+            tokens as the queries of the piece. If false, every query attends to all keys.
     """
 
     start: int
@@ -63,8 +63,8 @@ class KeyChunk:
 
 @dataclass(frozen=True)
 class Part:
-    """The attention of several requests that share one chunk, or the attention of one request that
-    has its own chunks.
+    """A unit of attention work: several requests that share one chunk, or one request that has its
+    own chunks.
 
     Attributes:
         start, stop: range of the part's queries among the rank's tokens.
@@ -100,8 +100,8 @@ def plan_parts(
     *,
     cuts_requests: bool = True,
 ) -> tuple[Part, ...]:
-    """Return the parts for one prefill rank. Together, the parts are the attention of all requests
-    that the prefill ranks split.
+    """Return the parts for one prefill rank. The parts cover all requests that the prefill ranks
+    split.
 
     The division into parts and chunks is the same on every rank, but each rank has its own
     launches.
@@ -182,7 +182,7 @@ def _chunks_of_one(
             if (diagonal := _within(q, start, stop)) is not None
         ]
         later = [after for q in own if (after := _within(q, stop, kv_len)) is not None]
-        if later:  # One launch is enough, because these query tokens are neighbours.
+        if later:  # The later queries are neighbours on this rank, so one launch is enough.
             both = _Queries(request, stop, later[0].start, later[-1].stop)
             launches.append(_launch([both], _first(stop - start), None, is_causal=False))
         positions = np.arange(start, stop, dtype=np.int32)
@@ -226,7 +226,7 @@ class Reads:
     Attributes:
         own: [m], slots whose keys this shard reads and sends to all shards. ``m`` is the largest
             number of slots that any shard reads. The arrays of shards that read fewer slots are
-            padded with slot 0. None if there is only one shard.
+            padded with slot 0. ``own`` is None if there is only one shard.
         launches: for each launch, the indices of its keys in the gathered keys. The gathered keys
             have the shape [number of shards * m]; the keys of shard 0 come first. If there is only
             one shard, no keys are gathered, and ``launches`` contains the slots of the keys.

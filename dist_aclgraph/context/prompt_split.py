@@ -1,11 +1,10 @@
 """Decides which tokens of a step each prefill rank runs.
 
 Requests with few tokens come first in the step. Every rank runs all tokens of these requests. Each
-later request is cut into twice as many chunks as there are ranks. Rank r runs two chunks: the chunk
-with index r, counted from the first chunk, and the chunk with index r, counted back from the last
-chunk. With causal attention, the cost of these two chunks together is the same on every rank. Chunk
-lengths differ by at most one token; a chunk can be empty. Every rank pads its tokens to the number
-of tokens of the rank with the most tokens.
+later request is cut into twice as many chunks as there are ranks. If n is the number of ranks, rank
+r runs the chunks with the indices r and 2 * n - 1 - r. With causal attention, the cost of these two
+chunks together is the same on every rank. Chunk lengths differ by at most one token; a chunk can be
+empty. Every rank pads its tokens to the number of tokens of the rank with the most tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MAX_WHOLE_QUERIES = 16  # A request with at most 16 tokens in a step runs on all
 
 
 def num_whole_requests(query_lens: IntArray, max_queries: int = MAX_WHOLE_QUERIES) -> int:
-    """Return how many requests come before the first one with more than ``max_queries`` tokens."""
+    """Return how many requests precede the first request with more than ``max_queries`` tokens."""
     too_long = np.flatnonzero(query_lens > max_queries)
     return int(too_long[0]) if len(too_long) else len(query_lens)
 
@@ -97,8 +96,8 @@ class PromptSplit:
         return self.num_whole_tokens + max(shares)
 
     def places(self, num_tokens: int) -> tuple[IntArray, IntArray]:
-        """Return two arrays with one element for each token of the step: a rank that runs the
-        token, and the token's index on that rank.
+        """Return two arrays with one element for each token of the step. The first array contains a
+        rank that runs the token. The second array contains the token's index on this rank.
 
         For a token that all ranks run, the rank is 0.
         """
@@ -133,8 +132,8 @@ def _bounds(length: IntArray | int, num_ranks: int) -> IntArray:
 
 
 def share_of_work(pieces: Sequence[Piece], context: IntArray, ends: IntArray) -> int:
-    """Return the amount of attention work for these pieces: the number of scores that attention
-    computes, one score for each query and each key to which the query attends.
+    """Return the number of attention scores for these pieces. Attention computes one score for each
+    pair of a query and a key to which the query attends.
 
     Args:
         context: [num_reqs], for each request, the number of its tokens that earlier steps have

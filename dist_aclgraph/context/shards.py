@@ -2,8 +2,8 @@
 
 The first ``interleave`` tokens belong to shard 0, the next ``interleave`` tokens belong to shard 1,
 and so on. After the last shard, shard 0 follows again. Every shard has one block for each block id.
-Together, the blocks with the same id contain ``tokens_per_block`` neighbouring tokens. vLLM's
-decode context parallelism uses the same layout.
+The blocks of all shards with one id contain ``tokens_per_block`` neighbouring tokens together.
+vLLM's decode context parallelism uses the same layout.
 
 If a cache is not divided, each rank has a whole copy of it. Such a cache uses the same block ids,
 and each of its blocks contains ``tokens_per_block`` tokens. A token's slot in such a cache is its
@@ -21,8 +21,8 @@ from dist_aclgraph.arrays.ints import IntArray
 from dist_aclgraph.config import Config
 
 PADDING_SLOT = -1  # slot of a padding token: its KV is not written, and no expert runs the token
-# On a shard that does not keep a token, the token's slot is FOREIGN_SLOT minus its slot in an
-# undivided cache (whole slot).
+# If a shard does not keep a token, the token's slot on this shard is FOREIGN_SLOT - s. Here, s is
+# the token's slot in an undivided cache (whole slot).
 FOREIGN_SLOT = -2
 
 Ints = TypeVar("Ints", bound=Any)  # an array on the host, or a tensor on the device
@@ -76,8 +76,8 @@ class Shards:
         return local.astype(np.int32, copy=False)
 
     def first_position(self, shard: int) -> int:
-        """Return the smallest position whose token a shard keeps. This position is the same for all
-        requests.
+        """Return the position of the first token that a shard keeps. This position is the same for
+        all requests.
 
         If a request ends before this position, the shard keeps no token of the request.
         """

@@ -13,8 +13,8 @@ class StateSlots:
     """The slots of the state cache: slot 0 is for padding. The slots of the rows follow, then the
     slots of the checkpoints.
 
-    A row has one slot for its last token and one for each draft, because a rejected draft must not
-    change the state. The first of these slots is the row's base.
+    A row has one slot for its last token and one slot for each draft. So a rejected draft does not
+    overwrite a state that is still needed. The first of these slots is the row's base.
 
     Attributes:
         num_places: number of slots of one row, which is 1 + the number of drafts of a request.

@@ -1,4 +1,4 @@
-"""The attention metadata of a step, made once and used by all layers."""
+"""Makes the attention metadata of a step. All layers use the same metadata."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class AttentionSteps:
     """Makes metadata for one kind of attention on one rank. Owns the causal mask.
 
     Args:
-        max_queries: for a request with at most this number of query tokens, attention always reads
-            the cache directly, through the request's block table. For a request with more query
-            tokens, the keys are first gathered if the cache is sharded, or if this kind of
+        max_queries: maximum number of query tokens of a request for which attention always reads
+            the cache directly, through the request's block table. If a request has more query
+            tokens, its keys are gathered first in two cases: the cache is sharded, or this kind of
             attention accepts only few query tokens.
         max_tokens: maximum number of KV tokens whose keys are gathered together.
     """
@@ -62,9 +62,9 @@ class AttentionSteps:
         self._max_queries, self._max_tokens = max_queries, max_tokens
         self._kind, self._place, self._npu = kind, place, npu
         # This rank's indices in context parallelism, for requests whose attention reads the cache
-        # directly. Such requests read the KV cache. But if an indexer chooses keys, these requests
-        # read the cache
-        # of index keys, which is not divided: every rank has all index keys.
+        # directly. Such requests read the KV cache. If an indexer chooses keys, such requests read
+        # the cache of index keys instead. The cache of index keys is not divided: every rank has
+        # all index keys.
         self._rows_place = place.whole if kind.chooses_keys else place
         self._remaps_choices = kind.chooses_keys and place.is_sharded
         self._causal_mask = make_causal_mask(npu.device)
@@ -227,12 +227,12 @@ class AttentionSteps:
     def of_drafts(
         self, positions: Tensor, written: Tensor, block_table: Tensor, inputs: HostStep, ahead: int
     ) -> AttentionMetadata:
-        """Return the metadata of one iteration of drafting after a mixed step. There is one query
-        token for each place, a token after which the step has sampled.
+        """Return the metadata of one iteration of drafting after a mixed step. A place is a token
+        after which the step has sampled. Each place has one query token.
 
         Args:
-            positions: [num_samples, k + 1] int32, positions of the places of live requests, without
-                ``ahead``.
+            positions: [num_samples, k + 1] int32, positions of the live requests' places in the
+                step; ``ahead`` is not added yet.
             written: [num_samples * (k + 1)] int32, the slots to which KV is written.
             block_table: [num_samples, max_blocks], the blocks of the sampled requests.
             ahead: number of tokens by which drafting has made each request longer since the step.
@@ -287,8 +287,8 @@ class AttentionSteps:
         return slots.clamp(min=0).unsqueeze(1)
 
     def _is_empty(self, positions: Tensor, ahead: int = 0) -> Tensor | None:
-        """Return [n, 1, 1] booleans: true for a token if this shard keeps no key to which the token
-        may attend.
+        """Return [n, 1, 1] booleans: true for a token if all keys to which the token may attend are
+        on other shards.
         """
         if not self._rows_place.is_sharded:
             return None
@@ -296,8 +296,8 @@ class AttentionSteps:
         return (positions < first - ahead).view(-1, 1, 1)
 
     def _shard_rows(self, block_table: Tensor) -> ShardRows | None:
-        """Return the data with which tokens attend to chosen keys of a sharded cache. Return None
-        if this kind of attention chooses no keys, or if the cache is not sharded.
+        """Return the data that attention needs if an indexer chooses keys of a sharded cache.
+        Return None if this kind of attention chooses no keys, or if the cache is not sharded.
 
         Args:
             block_table: [n, max_blocks], the blocks of each token's request.
@@ -325,8 +325,8 @@ class AttentionSteps:
 
         Args:
             positions: [num_reqs, query_len].
-            kv_lens: [num_reqs] int32, number of keys of each request. The number includes the keys
-                of the request's own queries, even for padding requests.
+            kv_lens: [num_reqs] int32, number of keys of each request. For every request, also for a
+                padding request, the number includes the keys of the request's own queries.
             slots: [num_tokens] int32.
             ahead: number of tokens by which drafting has made requests longer.
         """
@@ -347,8 +347,8 @@ class AttentionSteps:
             assert ends is not None and lens is not None and iteration == 0
             return DeviceRows(ends, lens, self._index_slots(written))
         positions = inputs.positions.view(-1, query_len)
-        # Lengths are computed from first positions, because a view of last positions would begin at
-        # an address that operators read slowly.
+        # The lengths are computed from the first position of each request. A view of the last
+        # positions would begin at an unaligned address, and operators would read the view slowly.
         device_lens = positions[:, 0] + (query_len + iteration)
         return self._uniform_rows(positions, device_lens, written, iteration)
 

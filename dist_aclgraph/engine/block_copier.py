@@ -1,12 +1,12 @@
 """BlockCopier: copies KV blocks of one rank between the device and files. A second object of this
 class copies recurrent states: each of its "blocks" is one slot of the state cache.
 
-Blocks pass through a few slots. A slot has memory on the device and pinned memory of the host. A
-block consists of one part in each layer. All parts of a block are gathered in a slot, so that one
-transfer moves all parts. Blocks are gathered from the caches and scattered to the caches on the
-main stream, in the order of the engine's messages. So a block has the contents that the scheduler
-expects. The transfers run on another stream, while steps run. One thread, the file thread, reads
-and writes the files. The file thread never uses the device.
+Blocks are copied through a small number of slots. A slot has memory on the device and pinned memory
+of the host. A block consists of one part in each layer. All parts of a block are gathered in a
+slot, so that one transfer moves all parts. Blocks are gathered from the caches and scattered to the
+caches on the main stream, in the order of the engine's messages. So a block has the contents that
+the scheduler expects. The transfers run on another stream, while steps run. One thread, the file
+thread, reads and writes the files. The file thread never uses the device.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Piece:
 
 @dataclass
 class _Upkeep:
-    """A job that deletes files or updates their times of last use ("touches" them), without using
-    the device.
+    """A job that deletes or touches files. To touch a file means to update the file's time of last
+    use. The job does not use the device.
     """
 
     number: int
@@ -91,7 +91,7 @@ class _Slot:
         piece: the piece that uses the slot; None if the slot is free.
         state: the present user of the slot: the device, the file thread, or none.
         is_void: whether the slot's piece was dropped. If true, the piece's result is not reported.
-        ready: event with which one stream waits for the other stream.
+        ready: event that one stream records, and for which the other stream waits.
         done: event recorded after the slot's last work on the device.
     """
 
@@ -159,7 +159,8 @@ class BlockCopier:
 
         Args:
             block_ids: [n] int64, at least one.
-            files: [n], for each block its hash, and the number of blocks before it in its prompt.
+            files: [n], for each block: the block's hash, and the number of earlier blocks of the
+                prompt.
         """
         size = self._blocks_per_slot
         starts = range(0, len(block_ids), size)
@@ -170,8 +171,8 @@ class BlockCopier:
         )
 
     def begin_upkeep(self, number: int, kind: JobKind, files: Sequence[FileName]) -> None:
-        """Begin a job that deletes files, or updates their time of last use ("touch"). The job may
-        run before earlier jobs have written their blocks.
+        """Begin a job that deletes or touches files (``_Upkeep``). The job may run before earlier
+        jobs have written their blocks.
         """
         self._upkeep.add(number)
         self._for_files.put(_Upkeep(number, kind, deque(files)))
@@ -180,8 +181,9 @@ class BlockCopier:
         """Continue all copy jobs, without waiting for the device or for files.
 
         Returns:
-            For each job that has ended since the last call: the job's number, and how many blocks
-            the job has written. For a job that reads: how many leading blocks it has read.
+            One pair for each job that has ended since the last call: the job's number, and a number
+            of blocks. If the job writes files, this is the number of blocks that were written. If
+            the job reads files, this is the number of leading blocks that were read.
 
         Raises:
             RuntimeError: the device failed.
@@ -290,8 +292,8 @@ class BlockCopier:
             self._from_files.put(work)
 
     def _next_work(self) -> _Slot | _Upkeep | None:
-        """Return the next work of the file thread; None if the thread must end. While there is no
-        work, write blocks to the second tier.
+        """Return the next work of the file thread; None if the thread must end. While no work is
+        queued, write blocks to the second tier.
         """
         try:
             while self._for_files.empty() and self._tiers.write_late():
@@ -304,9 +306,9 @@ class BlockCopier:
         """Continue a job that deletes or touches files; return whether the job has ended.
 
         A job that touches files (updates their times of last use) pauses while other work waits,
-        because requests may wait for that work. A job that deletes files does not pause, because a
-        later job could write the same blocks again, and the paused job would then delete the new
-        files.
+        because requests may wait for that work. A job that deletes files does not pause. During a
+        pause, a later job could write the same blocks again. After the pause, the first job would
+        delete the new files.
         """
         while work.files:
             block_hash, depth = work.files.popleft()
@@ -320,8 +322,8 @@ class BlockCopier:
 
     def _work(self, slot: _Slot, piece: _Piece) -> int:
         """Read or write the files of a piece; return how many blocks were written, or how many
-        leading blocks were read. If a block cannot be read, the later blocks are not read, because
-        a request cannot use a block without all earlier blocks.
+        leading blocks were read. After a block that cannot be read, no later block is read. A
+        request can use a block only together with all earlier blocks.
         """
         count = 0
         for place, (block_hash, depth) in enumerate(piece.files):

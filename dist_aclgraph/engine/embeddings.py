@@ -29,7 +29,8 @@ class ComingEmbeddings:
     states: Tensor
 
     def read(self) -> dict[int, bytes]:
-        """Return the embeddings; the keys are indices among the sampled requests.
+        """Return each request's embedding. The keys are indices of requests among the sampled
+        requests.
 
         Call this after the copy has ended.
         """
@@ -46,9 +47,9 @@ def queue_embeddings(
     The host does not wait.
 
     Args:
-        hidden: [num_samples * num_places, hidden], hidden states, after the final norm, of the
-            tokens after which the step samples. A prompt's last token is the first of its request's
-            tokens.
+        hidden: [num_samples * num_places, hidden], normalised hidden states of the tokens after
+            which the step samples: ``num_places`` tokens of each request. At the end of a prompt,
+            the first of these tokens is the prompt's last token.
     """
     if not batch.sampling.has_embeddings:
         return None

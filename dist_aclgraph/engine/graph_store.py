@@ -139,8 +139,8 @@ class GraphStore:
 
     @property
     def free_streams(self) -> int | None:
-        """Number of free streams that the device reports; None if captures do not change this
-        number.
+        """Number of free streams of the device; None if the device does not count the streams of
+        captured graphs.
         """
         return self._npu.available_streams() if self._recording.counts_streams else None
 
@@ -158,8 +158,8 @@ class GraphStore:
         """
         started_s = time.perf_counter()
         self._npu.synchronize()
-        # The allocator's unused memory, such as the pool of a released graph, is returned to the
-        # device, because a capture cannot use the memory of another pool.
+        # A capture cannot use the memory of another pool. So the allocator returns its unused
+        # memory to the device, for example the pool of a released graph.
         self._npu.give_back()
         streams, pool = self.free_streams, self._pool.memory()
         with OperatorDigest() as digest, torch.inference_mode():

@@ -38,10 +38,10 @@ class GraphWork:
         caches: the decoder's caches, one for each layer; the elements of the list may be replaced
             later.
         tally: [2] int64, the number of tokens that the decoder's experts have computed, and the
-            number of tokens beyond the capacity of an exchange.
+            number of tokens that exceeded the capacity of an exchange.
         choose_exchange: returns the kind of exchange that sends a graph's tokens to their experts.
         states: makes the metadata of recurrent states; None if the model has no such state.
-        follows: whether the host may queue a step before it has read the previous step's tokens.
+        follows: whether a step may be queued before the host has read the previous step's tokens.
         kv_sizes: the KV lengths for which decode graphs are captured, in ascending order. Empty if
             each step sends its KV lengths to the captured attention operators.
     """
@@ -60,8 +60,8 @@ class GraphWork:
 
     @property
     def tokens(self) -> TokenTable:
-        """The table that replaces references, which are negative token ids, by the tokens of
-        earlier steps.
+        """The table of the latest sampled tokens and drafts. A negative token id is a reference to
+        a token of this table.
         """
         tokens = self.buffers.tokens if self.drafts is None else self.drafts.tokens
         assert tokens is not None
@@ -112,8 +112,8 @@ class GraphWork:
             hidden = hidden.index_select(0, inputs.places)
         n = len(hidden)
         logits = self.model.logits(hidden, buffers.logits[:n])
-        # Every rank computes the sampled tokens, even if the rank does not use them, because all
-        # ranks must capture the same operators.
+        # All ranks must capture the same operators. So every rank computes the sampled tokens, and
+        # some ranks do not use these tokens.
         chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
         torch.max(logits, -1, out=(buffers.best[:n], chosen))
         buffers.sampled[:n].copy_(chosen)
@@ -145,8 +145,8 @@ class GraphWork:
     def run_pieces(
         self, graph: BatchDescriptor, metadata: AttentionMetadata, run: RunSegment
     ) -> Tensor:
-        """Run the decoder piecewise: the segments run on the static inputs, attention runs only on
-        live tokens, which are tokens that are not padding.
+        """Run the decoder piecewise. The segments run on the static inputs, including padding.
+        Attention runs only on the tokens that are not padding.
 
         Returns:
             [bucket, hidden].

@@ -4,7 +4,7 @@ If two successive decode steps have the same requests, the inputs of the second 
 from the inputs of the first step (``_go_on``). Arrays that do not change are not copied.
 
 The batch is in host memory only. The batch does not contain the tokens that a step in flight
-samples. Instead, the next step contains references to these tokens, and the device replaces each
+samples. The inputs of the next step contain references to these tokens. The device replaces each
 reference by its token. Every rank of a tensor parallel group has the same rows, because every rank
 receives the same plan.
 """
@@ -59,8 +59,8 @@ class InputBatch:
 
         Args:
             place: indices of this rank in context parallelism.
-            num_latest: number of sampled tokens that the device keeps, so that references can name
-                them.
+            num_latest: number of sampled tokens and drafts in the device's table. References point
+                to tokens of this table.
         """
         self._place = place
         # The device has one row more than the host: a spare row, for padding requests.
@@ -72,15 +72,15 @@ class InputBatch:
         self._sampled_rows = NO_INTS
         # References to the samples of the last step, and the row of each sample.
         self._names = self._named_rows = NO_INTS
-        # The last step and its records, if the next step may be computed from the last step;
-        # otherwise None. ``_num_left`` says how many further steps may be computed in this way
+        # The last step and its records. ``_last`` is None if the next step cannot be computed from
+        # the last step. ``_num_left`` says how many further steps may be computed in this way
         # before a request needs a new block.
         self._last: HostStep | None = None
         self._records = NO_RECORDS
         self._num_left = 0
         block_size = place.shards.tokens_per_block
-        # A row has room for one token more than the model's context, because the model never runs
-        # the last sampled token.
+        # A row has space for one token after the model's context: the last sampled token, which the
+        # model never runs.
         self.token_ids: IntArray = np.zeros((max_rows, max_len + 1), dtype=np.int32)
         self.num_tokens: IntArray = np.zeros(max_rows, dtype=np.int32)
         self.block_table: IntArray = np.zeros(
@@ -102,8 +102,8 @@ class InputBatch:
             self.token_ids[row, : len(tokens)] = tokens
             self.num_tokens[row] = len(tokens)
             self.block_table[row, : len(blocks)] = blocks
-            # Drafts can read the entries after the row's last block, so these entries must not
-            # contain a block of another request.
+            # The positions of drafts can be after the row's last block. The entries for these
+            # positions must not contain a block of another request.
             self.block_table[row, len(blocks) :] = 0
             self.sampling.set(row, start.sampling)
         if batch.blocks:
@@ -131,8 +131,9 @@ class InputBatch:
         Args:
             records: [num_reqs, 4], for each request: row, num_computed_tokens,
                 num_scheduled_tokens, num_logits.
-            moves: whether only the device knows the positions of requests with tokens in flight,
-                because the numbers of their accepted drafts are not on the host yet.
+            moves: whether earlier steps are in flight. With drafts, only the device then knows the
+                positions of requests with tokens in flight: the numbers of accepted drafts are not
+                on the host yet.
         """
         last, self._last = self._last, None
         if not len(records):
@@ -220,9 +221,7 @@ class InputBatch:
         return table
 
     def _steps_left(self, positions: IntArray) -> int:
-        """Return how many further decode steps can run before the first of the requests needs a new
-        block.
-        """
+        """Return the number of further decode steps in which no request needs a new block."""
         # The next slot is not always the last slot plus one, because the next token might be on
         # another shard.
         if self._place.is_sharded:
@@ -285,8 +284,8 @@ class InputBatch:
 
         Args:
             begins: [num_tokens], for each token, the first position of its row in this step. If the
-                host does not have the token at this first position, this token is the row's last
-                token, and drafts follow it.
+                token at the first position is not on the host, it is the row's last token. The
+                row's other tokens in the step are then drafts.
         """
         known = self.num_tokens[rows]
         last = self.token_ids.shape[1] - 1

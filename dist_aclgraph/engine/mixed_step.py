@@ -62,8 +62,8 @@ def upload_step(
     if prompts is not None:
         # Every rank must compute equally many rows of logits, even a rank that samples no request.
         num_places = size.num_samples * (1 if drafts is None else drafts.positions.shape[1])
-        # If another rank runs the token whose logits are needed, its index here is ``num_tokens``,
-        # which is not the index of any token.
+        # ``landings``: indices of the tokens whose logits are needed. A token of another rank gets
+        # the index ``num_tokens``, which no token of this rank has.
         landings = np.where(prompts.owners == prompts.rank, prompts.landings, num_tokens)
         arrays += [_pad(prompts.owners, num_places, prompts.rank), landings.astype(np.int32)]
     places, *rest = upload_arrays(npu, arrays)

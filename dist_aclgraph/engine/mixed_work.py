@@ -55,8 +55,8 @@ class MixedOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedWork:
-    """Runs the decoder in a full graph, piecewise or eagerly, and chooses the most probable token
-    after each token whose logits are needed (place). Owns nothing.
+    """Runs the decoder in a full graph, piecewise or eagerly. Then chooses the most probable next
+    token of each place. A place is a token whose logits are needed. Owns nothing.
 
     Attributes:
         graph_work: the work that graphs record. ``graph_work`` uses the same model, buffers and
@@ -87,8 +87,8 @@ class MixedWork:
 
         Args:
             captured: the graph that the plan names; None if the step is eager.
-            answer: reports the earlier steps that have ended. The function is called between
-                segments, or between the updates of a full graph.
+            answer: a function that reports the earlier steps that have ended. The function is
+                called between segments, or between the updates of a full graph.
         """
         work, graph, span = self.graph_work, plan.graph, None
         static = None if graph is None else work.buffers.inputs(graph)
@@ -142,7 +142,7 @@ class MixedWork:
         most probable next token, and the logit of that next token.
 
         Args:
-            num_samples: the padded number of requests that sample.
+            num_samples: number of requests that sample, including padding.
         """
         n = len(step.places)
         if num_samples == 0:  # no request samples, because all prompts are unfinished

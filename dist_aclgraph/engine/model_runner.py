@@ -78,12 +78,12 @@ class ModelRunner:
     """Executes the steps of one rank.
 
     Args:
-        owns_output: whether this rank sends the sampled tokens to the engine; the other ranks of
-            its tensor parallel group only acknowledge the step.
+        owns_output: whether this rank sends the sampled tokens to the engine. The results of the
+            other ranks of its tensor parallel group contain no tokens.
         graphs: all graphs that may be captured; the largest graph determines the buffers' sizes.
         choose_exchange: returns the exchange that sends the tokens of a graph or of drafts to their
             experts. For an eager step, the plan contains the exchange.
-        context: the ranks that share the context of this rank's requests.
+        context: this rank's groups for context parallelism.
         tiers: the files with copies of this rank's KV blocks; None if no copies are kept.
         state_tiers: the files with copies of this rank's recurrent states; None if no copies are
             kept, or if the model has no recurrent state.
@@ -250,7 +250,7 @@ class ModelRunner:
         self._watch.on_lap = note
 
     def _tokens_at(self, references: IntArray) -> Tensor:
-        """Return the tokens on the device for which the references stand, [n] int32."""
+        """Return the tokens to which ``references`` refer, [n] int32, on the device."""
         return self._work.tokens.fill_in(self._npu.upload(references))
 
     # ---- graphs
@@ -311,8 +311,8 @@ class ModelRunner:
         """Queue a step on the device, behind the steps that are already in flight.
 
         Args:
-            report: called with the result of each earlier step that has ended. If the maximum
-                number of steps is in flight, the method first waits for the oldest step.
+            report: a function that gets the result of each earlier step that has ended. If the
+                maximum number of steps is in flight, the method first waits for the oldest step.
         """
         watch = self._watch
         if not self._flights:
@@ -363,9 +363,9 @@ class ModelRunner:
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; return its result.
 
-        When this method returns, the device has executed the step, but may still execute the step's
-        drafting. So a fault of the device during the step is attributed to this step, but a fault
-        during drafting is attributed to the next step.
+        When this method returns, the device has sampled the step's tokens, but may still compute
+        drafts. A device fault before the end of sampling is attributed to this step. A device fault
+        during the drafting is attributed to the next step.
         """
         return self._flights.finish()
 
@@ -424,7 +424,7 @@ class ModelRunner:
             self._copier.end_files(timeout_s)
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Send guessed KV lengths of the next step to graphs until ``is_wanted_elsewhere()``."""
+        """Send guessed KV lengths of the next step to graphs until the argument returns true."""
         with translated("sending lengths ahead"):
             self._replays.send_ahead(is_wanted_elsewhere)
 
@@ -497,7 +497,7 @@ class ModelRunner:
         """Run any mixture of requests. ``MixedWork`` runs the decoder; all other work is eager.
 
         Args:
-            answer: reports the previous step if it has ended; called between segments.
+            answer: called between segments; reports the previous step if that step has ended.
         """
         mixed = self._mixed.run(plan, inputs, captured, answer)
         tokens, best = mixed.tokens, mixed.best

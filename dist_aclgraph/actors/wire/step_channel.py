@@ -195,8 +195,9 @@ class StepSender:
                 raise self._failure(message)
 
     def _read(self, frame: bytes) -> FromWorker | None:
-        """Return the message in a frame. Return None if the frame is no message of a worker of the
-        group. Also return None for a reply to ``send_copies``, which is stored for ``take_copied``.
+        """Return the message in a frame. Return None if the frame contains no valid message, or if
+        the message's rank is not in the group. Also return None for a reply to ``send_copies``,
+        which is stored for ``take_copied``.
         """
         try:
             message = read_frame(from_worker_decoder, frame)
@@ -242,7 +243,7 @@ class StepSender:
     def receive_resumed(
         self, epoch: int, timeout_s: float, check: Callable[[], None]
     ) -> dict[GroupRank, str]:
-        """Wait for the reports of all ranks about their resumption in this epoch. Return the ranks
+        """Wait until every rank has reported whether it runs again in this epoch. Return the ranks
         that could not be resumed, with the reasons.
 
         Raises:
@@ -349,7 +350,7 @@ class StepReceiver:
             self._engine = RemoteEngine(address)
 
     def has_message(self) -> bool:
-        """Return whether a message has arrived that ``receive`` would return."""
+        """Return whether a message from the engine waits to be received."""
         return self._engine.has_message()
 
     def receive(

@@ -61,8 +61,8 @@ class DeviceFaults:
         return bool(memory) and touches(memory, joined.npu.tensor_memory())
 
     def end(self) -> None:
-        """Forget the abort and the faulty memory, because the device works again and does not use
-        this memory.
+        """Delete the records of the abort and of the faulty memory. The device works again, and no
+        longer uses the faulty memory.
         """
         self.is_told_to_stop = False
         self._bad_memory.clear()

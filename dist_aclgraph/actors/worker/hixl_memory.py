@@ -1,8 +1,8 @@
 """HixlMemory: host memory for files of KV blocks that are transferred between nodes over HIXL.
 
-The memory has two parts. The first part contains files of this worker, which other nodes read
-there. The second part gets files that this worker reads from other nodes. One thread makes all
-calls of HIXL. If a transfer fails, its slot stays reserved until the transfer's link has ended.
+The memory has two parts. Other nodes read this worker's files from the first part. The second part
+gets files that this worker reads from other nodes. One thread makes all calls of HIXL. If a
+transfer fails, its slot stays reserved until the transfer's link has ended.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class HixlMemory:
 
     Attributes:
         engine: name of the HIXL engine, as ``host:port``.
-        num_lost: number of slots that stay unusable, because a link that could not be ended may
-            still write to the slot.
+        num_lost: number of slots that are never used again. A link that could not be ended may
+            still write to these slots.
 
     Raises:
         PlacementError: no port is free, or the address is a wildcard.
@@ -141,7 +141,7 @@ class HixlMemory:
         and no link can access it.
 
         Args:
-            is_lent: whether a thread may still use the part of the memory that is lent.
+            is_lent: whether a thread may still use the part of the memory that other nodes read.
         """
         with self._guard:
             self._is_closing, self._is_lent = True, is_lent
@@ -213,7 +213,7 @@ class HixlMemory:
                 return self._reads.get(timeout=IDLE_S if self._links else None)
 
     def _drop_reads(self, call: _Read | None) -> None:
-        """Let ``call`` and all waiting reads fail, and allow no later read."""
+        """End ``call`` and all waiting reads with an error. Later reads fail at once."""
         with self._guard:
             self._is_closing = True
         with contextlib.suppress(queue.Empty):

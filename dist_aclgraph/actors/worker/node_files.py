@@ -1,12 +1,12 @@
 """NodeFiles: the files of KV blocks on a node without the group's engine.
 
-If the workers of a group are on several nodes, the engine can neither look up files on the other
-nodes nor fetch files to these nodes. On each of these nodes, one worker of each data-parallel rank
-looks up and fetches files for the rank's workers on the node. A worker can also send the files of
-its node to other groups.
+The engine of a group looks up and fetches files only on its own node. If the group has workers on
+other nodes, the engine cannot access the files there. On each of these nodes, one worker of each
+data-parallel rank looks up and fetches files for the rank's workers on the node. A worker can also
+send the files of its node to other groups.
 
-If ``kv.transport`` is ``hixl``, a worker manages the files on the engine's node, too, because HIXL
-needs a device, and the engine has no device.
+If ``kv.transport`` is ``hixl``, a worker manages the files on the engine's node. The engine cannot
+do this work: HIXL needs a device, and the engine has no device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dist_aclgraph.kv.tiers import CachePlace, KVTiers, cache_identity
 from dist_aclgraph.planning.budget import PART_BYTES
 from dist_aclgraph.steps.copies import CopyJob
 
-CLOSE_S = 5.0  # if the server cannot start, HIXL may take this number of seconds to end
+CLOSE_S = 5.0  # maximum wait for the end of HIXL, in seconds, if the server cannot start
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class NodeFilesSettings:
         node_id: Ray's id of the node.
         host: the node's own address.
         token: the deployment's token.
-        places: the parts of the cache that the rank's workers on the node keep
-            (``GroupFiles.places_beside``).
+        places: the parts of the KV cache that are on this node, for this worker's data-parallel
+            rank (``GroupFiles.places_beside``).
         turn: index of the node among the group's nodes.
         finds: whether the worker looks up files for the workers of its data-parallel rank.
         fetches: whether the worker also fetches files from other groups, if ``finds`` is True.
@@ -84,7 +84,8 @@ class NodeFiles:
         open_memory: a function that opens the memory for transfers over HIXL.
 
     Raises:
-        ConfigError: a folder cannot be created or is too small, or CANN has no HIXL.
+        ConfigError: a folder cannot be created, or its file system is too small, or CANN has no
+            HIXL.
         PlacementError: no port is free.
         DeviceError: HIXL cannot be used.
         WorkerError: HIXL does not answer.
@@ -145,8 +146,8 @@ class NodeFiles:
         wait for a disk or a network.
 
         Returns:
-            For each look-up that has ended: the look-up's number, and how many leading blocks of
-            the look-up have all their files on this node.
+            One pair for each look-up that has ended: the look-up's number, and a number of leading
+            blocks. All files of these blocks are on this node.
         """
         for job in jobs:
             if job.kind == "find":
@@ -184,8 +185,8 @@ class NodeFiles:
         return begin
 
     def forget(self) -> None:
-        """Drop all look-ups, because the engine has dropped them, too. Fetches for these look-ups
-        end.
+        """Drop all look-ups. The engine no longer waits for their results. Fetches for these
+        look-ups end.
         """
         self._answers.clear()
 

@@ -29,8 +29,8 @@ class JoinedDevice:
     Attributes:
         description: text for users about the device and the host's cores to which the rank is
             bound.
-        ranks_of_node: number of ranks that each node must run, for this rank's chip and CANN
-            version; None if any number is possible.
+        ranks_of_node: number of ranks that each node must run. The number depends on the chip and
+            on the CANN version. None if a node can run any number of ranks.
     """
 
     description: str

@@ -292,7 +292,7 @@ class JoinedRank:
                 int8_latents=config.kv.dtype == "int8",
             )
         self.npu.synchronize()
-        self.npu.give_back()  # frees the temporary memory that loading used
+        self.npu.give_back()  # returns the temporary memory of loading to the device
         note_progress(total, total)
         taken_bytes = before - self.npu.memory().free_bytes
         weights = LoadedWeights(taken_bytes, fusions.report())
@@ -353,7 +353,7 @@ class LoadedRank:
     def make_runner(
         self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]
     ) -> RunningRank:
-        """Create a runner for trial steps, with a small KV cache, and buffers for ``graphs``."""
+        """Create a runner with buffers for ``graphs``, and a small KV cache for trial steps."""
         from dist_aclgraph.device.npu import translated
         from dist_aclgraph.engine.model_runner import ModelRunner
         from dist_aclgraph.layers.context_parallel import ContextParallel
@@ -446,7 +446,7 @@ class RunningRank:
             self.runner.make_cache(num_blocks)
 
     def book_domains(self) -> None:
-        """Record the streams that HCCL domains have taken. To be called before ``offer``."""
+        """Record the number of streams that HCCL domains use. To be called before ``offer``."""
         sizes = " and ".join(str(len(ranks)) for ranks in self.joined.domains) or "no"
         mode = self.joined.config.device.expansion
         self.joined.streams.book(f"HCCL domains of {sizes} ranks, expanded by {mode}")
@@ -455,17 +455,18 @@ class RunningRank:
         """Return this rank's offer of resources for graphs.
 
         Call this method after the first eager steps, because eager steps create the HCCL domains
-        and side streams. Call the method before the first capture: with software queues, the number
-        of free streams stays low even after graphs were released.
+        and side streams. Call the method before the first capture, because captures reduce the
+        number of free streams. With software queues, this number stays low even after graphs were
+        released.
         """
         joined = self.joined
-        # Free the temporary memory of eager steps. Below, ``eager_bytes`` is subtracted for this
-        # memory, so the memory must not be in use here.
+        # Free the temporary memory of eager steps. Otherwise this memory would be subtracted twice:
+        # here, and below as ``eager_bytes``.
         joined.npu.give_back()
         # Before graphs are captured, the caches of the trial steps are freed, and larger caches
-        # replace them. The recurrent states keep their size, so their bytes count as free. The
-        # bytes of the trial steps' KV blocks do not count as free, because parts of torch's
-        # segments may stay reserved.
+        # replace them. The larger caches have recurrent states of the same size, so the bytes of
+        # the present states count as free. The present KV blocks do not count as free: torch may
+        # keep their memory reserved.
         free_bytes = joined.npu.memory().free_bytes + self.runner.caches.state_bytes
         free_bytes -= self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))

@@ -8,7 +8,7 @@ for the device nor for the disk.
 | --- | --- |
 | 0 | ``_HEAD``: the process, rank, group and host that wrote the file |
 | ``STATE_AT`` | ``_STATE``: the last state of the host, and the time of this record |
-| ``_PLACE_AT`` | ``_PLACE``: the last collective that the device had begun at the last heartbeat |
+| ``_PLACE_AT`` | ``_PLACE``: the last collective that the device began before the last heartbeat |
 | ``WORDS_AT`` | the error that ended the steps, or the command for graphs; UTF-8, ends with zeros |
 | ``STEPS_AT`` | ``NUM_STEPS`` records: ``_STEP``, then the end of each stage of ``STAGES`` |
 """
@@ -37,7 +37,7 @@ from dist_aclgraph.steps.step import RankPlan
 
 logger = logging.getLogger(__name__)
 
-FOLDER, SUFFIX = "steps", ".steps"  # the files' folder inside the log folder; the files' suffix
+FOLDER, SUFFIX = "steps", ".steps"  # folder of recordings in the log folder; suffix of recordings
 MAGIC = b"STEPS001"
 # Maximum number of files per node. If there are more, the oldest files of ended ranks are removed.
 KEPT_FILES = 64
@@ -127,7 +127,7 @@ class FileRecorder(StepRecorder):
         _HEAD.pack_into(self._map, 0, MAGIC, os.getpid(), rank, group_rank, NO_GROUP, host)
         self._num_steps = 0
         self._begin_ns = 0
-        # Number of the state in which the host was before it began to wait for the device.
+        # Number of the host's state before the last wait for the device began.
         self._before = 0
         self._at = STEPS_AT
         self.idle()
@@ -248,7 +248,8 @@ class RecordedStep:
         digest: result of ``digest_of``.
         dp_rank: the data-parallel rank to which the batch of the step belongs.
         batch_digest: result of ``batch_digest_of``.
-        laps_us: for each stage that has ended, its end in microseconds since the step's beginning.
+        laps_us: for each stage that has ended, the time from the step's beginning to the stage's
+            end, in microseconds.
     """
 
     epoch: int

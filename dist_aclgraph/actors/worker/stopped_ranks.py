@@ -1,7 +1,8 @@
 """Reads the recorded steps of a group's ranks, and finds out which rank stopped first, and where.
 
-A rank that waits for its device may in fact wait for other ranks, in a collective. So if some ranks
-do not wait for their devices, one of these ranks is to blame. ``wire/blame.py`` has the same rule.
+If a rank waits for its device, the device may wait for other ranks in a collective. So if some
+ranks do not wait for their devices, the rank to blame is among them. ``wire/blame.py`` has the same
+rule.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from dist_aclgraph.actors.worker.step_recorder import (
 
 ENGINE_GONE = "EngineDeadError"
 MIN_STEPS = 16  # the waits of ranks are compared only after this number of steps
-SLOW = 0.5  # a rank is slow if its wait is less than this fraction of every other rank's wait
+# The slowest rank waits least, because the other ranks wait for it. A rank is slow if its wait is
+# less than this fraction of the wait of every other rank.
+SLOW = 0.5
 
 
 @dataclass(frozen=True)
@@ -175,8 +178,8 @@ def _unlike_most(digests: Sequence[tuple[RecordedSteps, int]]) -> list[RecordedS
 
 
 def _without_a_word(recordings: Sequence[RecordedSteps]) -> Explanation | None:
-    """If some ranks recorded a failure or the command to stop, blame the ranks without such a
-    record.
+    """Blame ranks that recorded neither FAILED nor ENDED, if other ranks recorded one of these
+    states.
     """
     silent = [r for r in recordings if r.state not in (ENDED, FAILED)]
     if not silent or len(silent) == len(recordings):

@@ -25,8 +25,8 @@ class StreamLedger:
         self.taken: Counter[str] = Counter()
 
     def book(self, what: str) -> None:
-        """Record that the operation ``what`` has taken all streams that were taken since the last
-        call.
+        """Count the streams that were taken since the last call as streams of the operation
+        ``what``.
         """
         available = self._npu.available_streams()
         self.taken[what] += self._available - available

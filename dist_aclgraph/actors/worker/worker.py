@@ -1,4 +1,4 @@
-"""The worker actor runs one rank on one NPU. Phases are Ray calls; steps use the step channel.
+"""The worker actor runs one rank on one NPU. The engine sends steps over the step channel.
 
 The controller calls the phases by name through Ray; ``rank_stages`` implements them.
 """
@@ -103,8 +103,8 @@ class Worker:
         ``waits`` says whether the worker's host thread waits for the device.
 
         Args:
-            number: number of the controller's question, which renews the worker's lease; None if
-                another process asks.
+            number: number of a ping from the controller. Such a ping renews the worker's lease.
+                None for a ping from another process.
         """
         if number is not None:
             self._lease.renew(number)
@@ -150,7 +150,7 @@ class Worker:
     # ---- phases, in order
 
     def describe(self) -> WorkerInfo:
-        """Return where this worker runs. After this call, the worker ends when its raylet ends."""
+        """Return where this worker runs. From now on, the worker exits if its raylet exits."""
         if self._stage is None:
             leave_with_raylet()
             self._log.open(self._config.logging)
@@ -186,7 +186,7 @@ class Worker:
             os.close(handle)
         self._neighbours.clear()
         for pid in pids:
-            # If a process has died, later calls report its death.
+            # A dead process gets no handle; later calls to the dead worker report its death.
             with contextlib.suppress(ProcessLookupError):
                 self._neighbours[pid] = os.pidfd_open(pid)
 
@@ -204,7 +204,7 @@ class Worker:
     def join(self, rank: WorldRank, group_rank: GroupRank, rendezvous: str) -> JoinedDevice:
         """Open the device and join the lockstep group; return the device.
 
-        A worker that already has weights keeps its weights, its device and its ranks.
+        If the worker has weights, its weights, device, world rank and group rank stay the same.
 
         Args:
             group_rank: index in the lockstep group. The worker's answers contain this index.
@@ -277,7 +277,7 @@ class Worker:
         self._progress = (done, total)
 
     def make_runner(self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]) -> None:
-        """Create a runner for trial steps, with a small KV cache, and buffers for ``graphs``."""
+        """Create a runner with buffers for ``graphs``, and a small KV cache for trial steps."""
         assert isinstance(self._stage, LoadedRank)
         self._phase, joined = "NEGOTIATING", self._stage.joined
         self._stage = self._stage.make_runner(num_blocks, max_len, graphs)
@@ -374,8 +374,9 @@ class Worker:
         rank.runner.launch(step, rank.joined.group_rank, report)
 
     def open_node_files(self, settings: NodeFilesSettings) -> NodeServer | None:
-        """Look up, fetch and serve the files of KV blocks on this node until the next step loop
-        ends. Return the server for other groups. Raises the same errors as ``NodeFiles``.
+        """Begin to look up, fetch and serve the files of KV blocks on this node. The worker does
+        this work until its next step loop ends. Return the server for other groups. Raises the same
+        errors as ``NodeFiles``.
         """
         self._node_files = NodeFiles(self._config, settings)
         if self._copies is None and self._config.kv.host_gib:
@@ -391,8 +392,8 @@ class Worker:
     def run_loop(self, address: ChannelAddress, group: int | None = None) -> None:
         """Execute steps until the engine ends this worker's step loop.
 
-        With two steps in flight, the worker sends the result of a step after the next step is
-        queued on the device. The worker reports every failure to the engine. If a known fault
+        With two steps in flight, the worker queues a step on the device, and then sends the result
+        of the previous step. The worker reports every failure to the engine. If a known fault
         stopped the device, the worker runs no step until the engine resumes the group. Any other
         failure ends the loop; then the group is rebuilt or stopped.
         """
@@ -467,8 +468,8 @@ class Worker:
         """Report a failure to the engine. Return the device's fault; None if it is unknown."""
         joined, fault = self._running.joined, self._faults.fault_of(error, self._running)
         self._faults.note(fault)
-        # The failure is sent as the result of the next step, because the engine ignores a second
-        # result of the last step.
+        # The failure is sent as the result of the next step. The engine would ignore a second
+        # result for the last step.
         step = self._last_step + 1
         cause = f"{type(error).__name__}: {error}"
         event(logger, "rank_failed", logging.ERROR, step=step, fault=fault, cause=cause)
@@ -493,8 +494,7 @@ class Worker:
                 self._node_files.forget()
         except DistAclGraphError as e:
             error = str(e)
-            # This error is a new fault: the device was restarted, so its earlier stop cannot cause
-            # this error.
+            # The earlier stop did not cause this error, so ``DeviceFaults.fault_of`` is not called.
             self._faults.note(rank.joined.npu.fault_of(e))
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

@@ -63,7 +63,7 @@ class WorkerGroup:
     bundles: PlacementGroup | None
     infos: list[WorkerInfo] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    phase: str = "NEGOTIATING"  # the phase in the error texts of graph transactions
+    phase: str = "NEGOTIATING"  # errors of graph transactions name this phase
     _num_commands: int = 0
 
     def call(
@@ -75,16 +75,17 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call a method on all workers and return their answers in rank order.
 
-        After a rank has reported a failure, the other ranks have only ``PEERS_OF_A_FAILURE_S`` to
-        answer, because they may be waiting for the failed rank in a collective.
+        After a rank has reported a failure, the other ranks may wait for this rank in a collective.
+        So they must answer within ``PEERS_OF_A_FAILURE_S``.
 
         Args:
             arguments: a function that returns the arguments for the worker with a given index. If
                 None, the method is called without arguments.
 
         Raises:
-            WorkerLostError: a worker died; in this case the call does not wait for other workers.
-                Or a worker reported a failure, and other workers did not answer after that.
+            WorkerLostError: a worker died, or a worker reported a failure and other workers did not
+                answer after the failure. If a worker died, the call does not wait for other
+                workers.
             WorkerStartTimeoutError: workers did not answer. The message names these workers. If it
                 is known which rank is to blame, the error names that rank.
             DistAclGraphError: the error that a worker raised.
@@ -145,7 +146,7 @@ class WorkerGroup:
         Raises:
             WorkerStartTimeoutError, WorkerLostError: a worker did not start.
             PlacementError: the ranks have different kinds of devices, or several ranks would use
-                one device, or a worker is not on the node of the lost worker that it replaces.
+                one device, or a worker replaces a lost worker of another node.
         """
         infos: list[WorkerInfo] = self.call("describe", "PLACING", timeout_s)
         if self.infos:
@@ -220,7 +221,7 @@ class WorkerGroup:
 
 
 def for_each_rank(*arguments: Any) -> Callable[[int], tuple[Any, ...]]:
-    """Return a function for ``WorkerGroup.call`` that gives every rank the same arguments."""
+    """Return a function that returns ``arguments`` for every rank; see ``WorkerGroup.call``."""
     return lambda _: arguments
 
 
@@ -316,7 +317,8 @@ def place_group(
     deployment: str,
     python: str | None = None,
 ) -> WorkerGroup:
-    """Place and start the workers of one group. Does not wait for the workers; ``find_out`` does.
+    """Place and start the workers of one group. This function does not wait for the workers;
+    ``WorkerGroup.find_out`` waits for them.
 
     Args:
         request: the resources that one group needs; see ``bundles_of_groups``.
@@ -373,7 +375,7 @@ def bundles_of_groups(config: Config, num_groups: int) -> BundleRequest:
     cluster.
 
     Raises:
-        PlacementError: all NPUs of the cluster, free and used, are too few for the groups.
+        PlacementError: the cluster has fewer NPUs, free and used together, than the groups need.
     """
     return placement.plan_bundles(
         ParallelLayout.from_config(config.parallel),
@@ -398,7 +400,8 @@ def stop_devices(
     reasons.
 
     Args:
-        timeout_s: time limit of each worker. A worker that needs more time ends its own process.
+        timeout_s: maximum number of seconds in which a worker stops its device. If this time is too
+            short, the worker ends its own process.
         check: a function that is called several times a second, and can raise an error to end the
             wait.
     """

@@ -1,6 +1,4 @@
-"""The part of a step that verifies and proposes drafts, for the static inputs of a graph or for a
-mixed batch.
-"""
+"""DraftSteps: verifies and proposes drafts, in the step of a graph or in a mixed step."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ class DraftSteps:
         attention: makes the attention metadata of the next-token module; the decoder uses the same
             object.
         tally: [2] int64, the number of tokens that the next-token module's experts have computed,
-            and the number of tokens beyond the capacity of an exchange.
+            and the number of tokens that exceeded the capacity of an exchange.
         choose_exchange: returns the kind of exchange that sends the tokens of one iteration of
             drafting to their experts.
     """
@@ -61,7 +59,7 @@ class DraftSteps:
 
     @property
     def num_places(self) -> int:
-        """Number of tokens that each decoding request runs in a step: its last token and its
+        """Number of tokens of each decoding request in a step: the request's last token and its
         drafts.
         """
         return self._drafter.k + 1
@@ -91,8 +89,8 @@ class DraftSteps:
         return self._drafter.drafts
 
     def move(self, inputs: DeviceStep) -> None:
-        """Add each request's number of accepted drafts to its positions, and select the slots of
-        the new positions.
+        """Add each request's number of accepted drafts to the request's positions. Replace the
+        slots by the slots of the new positions.
 
         This method changes the positions, slots and draft slots of a graph's static inputs in
         place.
@@ -114,8 +112,7 @@ class DraftSteps:
         [num_reqs] int32.
 
         Args:
-            sampled: [>= num_samples * (k + 1)] int32; the tokens of live requests come before
-                padding.
+            sampled: [n] int32, the sampled tokens: k + 1 tokens of each live request, then padding.
         """
         assert inputs.drafts is not None
         return self._drafter.count(self._by_request(sampled, inputs), inputs.drafts)
@@ -194,8 +191,8 @@ class DraftSteps:
             sampled: [num_samples * (k + 1)] int32, the sampled tokens of live requests.
             accepted: [num_reqs] int32, number of accepted drafts of each request.
             exchange: the kind of exchange with which the decoder sends tokens to their experts.
-            collect: returns the hidden states of the tokens after which the step samples, even if
-                other ranks run these tokens.
+            collect: returns the hidden states of given tokens of the step, even if other ranks run
+                these tokens (``Collect``).
         """
         assert step.drafts is not None and step.next_tokens is not None
         draft_table = step.draft_table

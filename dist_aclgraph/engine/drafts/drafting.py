@@ -2,19 +2,19 @@
 
 In a step, the target model runs each request's last token and its k drafts, and a token is sampled
 at each of these places. A draft is accepted if all earlier drafts are accepted, and if the draft
-equals the token that was sampled at the previous place. The token that is sampled at the place of
-the last accepted draft is an additional result. So
-sampling never depends on the drafts: with any sampling parameters, a request gets the same tokens
-as without drafts. (For deterministic drafts, this is rejection sampling: the probability that a
-draft is accepted is the draft's probability under the target model. Instead of a rejected draft,
-the request gets the token that was sampled from the target model.)
+equals the token that was sampled at the place before the draft. After the accepted drafts, the
+request gets one more token: the token that was sampled at the last accepted place. So all of the
+request's tokens are sampled from the target model. With any sampling parameters, the request gets
+the same tokens as without drafts. (For deterministic drafts, this is rejection sampling: the
+probability that a draft is accepted is the draft's probability under the target model. Instead of a
+rejected draft, the request gets the token that was sampled from the target model.)
 
 Then the next-token module runs on the same places, with the sampled tokens as inputs. The module
 proposes k tokens, one after another. The first proposed token follows the token that was sampled at
 the last accepted place. Only the device knows the number of accepted drafts, and no work of the
-host may depend on this number. So every request keeps k + 1 places in each run of the module. Only
-the last accepted place and the later places write to the cache. The causal mask hides the places
-after the last accepted place, and no place reads memory that was never written.
+host may depend on this number. So each run of the module contains all k + 1 places of every
+request. Only the last accepted place and the later places write to the cache. The causal mask hides
+the places after the last accepted place. No place attends to a slot that was never written.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ class Drafter:
         """Propose the next k tokens of each request as drafts.
 
         Args:
-            collect: returns the hidden states of the tokens after which the step samples (places);
-                used if the step also runs other tokens.
+            collect: returns the hidden states of the places (``Collect``). A place is a token after
+                which the step samples. Not called if the step runs only places.
             logits: maps the module's results, [num_reqs, hidden], to logits, [num_reqs, vocab].
             positions, slots: [n] int32, positions and slots of the step's tokens.
-            next_tokens: [n] int32, for each of the step's tokens, the token after it. For a place,
-                this token is the token that was sampled at the place. None if the step runs only
-                places, in their order.
+            next_tokens: [n] int32, for each token of the step, the request's next token. The next
+                token of a place is the token that was sampled at the place. None if the step runs
+                only places, in their order.
             hidden: [n, hidden], hidden states of the target model.
             sampled: [num_reqs, k + 1] int32, for each request, the tokens that were sampled after
                 its last token and after each of its drafts.
@@ -177,11 +177,11 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
         most: [num_reqs] int32, for each request, the maximum number of accepted drafts.
 
     Returns:
-        [num_reqs] int32, from 0 to k; no result exceeds the request's element of ``most``.
+        [num_reqs] int32, number of accepted drafts of each request, at most ``most``.
     """
     k = drafted.shape[1]
     right = (sampled[:, :-1] == drafted).int()
-    # The result is the smallest index of a rejected draft. We add k to the indices of accepted
-    # drafts, so that no accepted draft has the smallest index.
+    # The result is the smallest index of a wrong draft; k if all drafts are right. So k is added to
+    # the indices of right drafts before the minimum is computed.
     index = torch.arange(k, dtype=torch.int32, device=sampled.device)
     return torch.minimum((index + right * k).amin(1), most)

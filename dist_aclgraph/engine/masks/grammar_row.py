@@ -29,8 +29,8 @@ class GrammarRow:
     Attributes:
         is_shared: whether the row's matcher shares its lexer with matchers of other requests.
         num_seen: number of output tokens that were added to the state.
-        complaint: the error text if the masks have taken too much CPU time, so that the request
-            must end; otherwise "".
+        complaint: the error with which the request must end, if its masks have taken too much CPU
+            time; otherwise "".
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class GrammarRow:
         self._answer: int | None = None  # number of output tokens before the answer
         self.complaint = ""
         self._spent_s = 0.0
-        self._num_charged = 0  # number of tokens whose masks took the time ``_spent_s``
+        self._num_charged = 0  # number of tokens that ``_spent_s`` covers
         self._rewind_phase()
 
     @property
@@ -152,13 +152,13 @@ class GrammarRow:
     def leave_matcher(
         self, sampling: RowSampling, output: list[int]
     ) -> Future[llguidance.LLMatcher] | None:
-        """Return the row's own matcher, reset to its initial state, so that the next request in the
-        row can use it. Return None if that request must not use the matcher.
+        """Return the row's own matcher for the next request in the row. The matcher is reset to its
+        initial state. Return None if the next request must not use the matcher.
 
         While a request waits for its grammar, the request may lose its row, and get this row again
-        later. If the grammar were compiled again each time, the request might wait for ever. A
-        matcher keeps the states of its lexer, which differ between requests. So only the same
-        request may use the matcher again.
+        later. If the grammar were compiled again each time, the request might wait for ever. But a
+        matcher keeps the lexer states of its request. So only this request may use the matcher
+        again.
 
         Args:
             output: the output of the next request in the row.

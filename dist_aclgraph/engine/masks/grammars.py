@@ -1,10 +1,11 @@
 """Grammars of requests, compiled by llguidance for the model's vocabulary.
 
 The ingress has already compiled each grammar once, in a process with limits
-(``text/structure.py``). So the compilation in a worker takes a few seconds at most. A separate
-thread compiles the grammar, and the library releases Python's global lock meanwhile. So the request
-waits for its grammar, but no step waits. The library holds the lock while it prepares the
-vocabulary, so the vocabulary is prepared before the first step.
+(``text/structure.py``). A grammar that exceeds these limits never reaches a worker. So a
+compilation in a worker takes a few seconds at most. A separate thread compiles the grammar. During
+the compilation, the library does not hold Python's global lock. So the request waits for its
+grammar, but no step waits. The library holds the lock while it prepares the vocabulary, so the
+vocabulary is prepared before the first step.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Grammars:
         """Return a future of the matcher for a structure's grammar. If the grammar is new, begin to
         compile it.
 
-        The caller must copy the matcher, because requests with the same grammar and salt get the
-        same matcher as long as ``shares`` returns true.
+        The caller must copy the matcher. While ``shares`` returns true, all requests with the same
+        grammar and salt get the same matcher.
 
         If the grammar is invalid, the matcher reports an error.
         """
@@ -99,8 +100,8 @@ class Grammars:
         """Add an allowed token to a matcher without holding Python's global lock; return whether
         this succeeded.
 
-        The library releases the lock only in a call that adds tokens to several matchers. So this
-        method also adds a token to a second matcher, which is used for nothing else.
+        The library releases the lock only in a call that adds tokens to several matchers. So the
+        call also adds a token to a second matcher. The second matcher has no other purpose.
         """
         if self._second is None:
             tokenizer = self._tokenizer.result()

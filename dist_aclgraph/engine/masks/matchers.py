@@ -1,12 +1,12 @@
 """Computes which tokens the grammar of each row allows next, as one bit for each token.
 
 A row's mask depends only on the row's grammar and output. So every rank that samples computes the
-mask itself, and nothing is sent between ranks. Before each step, the state of a row's matcher is
-moved to the end of the row's output: forward over new tokens, and back over discarded tokens
-(rejected drafts, and tokens of steps that must run again).
+mask itself, and nothing is sent between ranks. Before each step, each row's matcher removes
+discarded tokens from its state, and adds new tokens. Discarded tokens are rejected drafts, and
+tokens of steps that must run again.
 
 A row can reason before it answers. The row's grammar applies only to the answer. While the row
-reasons, only the tokens that would end the output are forbidden. If the reasoning reaches its
+reasons, all tokens are allowed except the tokens that end the output. If the reasoning reaches its
 maximum number of tokens, the mask forces the end of the reasoning.
 """
 
@@ -39,8 +39,8 @@ class Masks(NamedTuple):
     """Masks for some of the tokens that a step samples. A mask says which tokens are allowed.
 
     Attributes:
-        places: [m], for each mask, the index among the step's ``SpecialPlaces`` to which it
-            belongs.
+        places: [m], for each mask, the index of the mask's place among the step's
+            ``SpecialPlaces``.
         words: [m, ceil(vocab / 32)] int32; token t is allowed if bit t % 32 of word t // 32 is 1.
     """
 
@@ -66,8 +66,8 @@ class GrammarReport(NamedTuple):
 
 @dataclass
 class _Tail:
-    """The newest tokens of a row: steps have sampled them, but the engine has not sent them back
-    yet.
+    """The newest tokens of a row. Steps have sampled these tokens, but the engine's messages have
+    not contained these tokens yet.
     """
 
     begin: int  # position of the first token
@@ -82,8 +82,8 @@ class Matchers:
         read_vocabulary: reads the checkpoint's tokenizer.
         num_places: k + 1, number of tokens that a step with k drafts samples for each request.
         rows_may_wait: whether a request keeps its row while it waits for a mask that takes long to
-            compute. False if the model has recurrent state, because such a request must give up its
-            row and begin again.
+            compute. False if the model has recurrent state. A request that waits then loses its
+            row, and must begin again.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Matchers:
         self._rows: dict[int, GrammarRow] = {}
         self._tails: dict[int, _Tail] = {}
         # For the last step: the requests whose matchers have failed, with the reasons, and the
-        # requests whose grammars were not compiled yet. Requests are given by their indices among
-        # the sampled requests.
+        # requests whose grammars were not compiled yet. Both contain indices of requests among the
+        # sampled requests.
         self._failed: dict[int, str] = {}
         self._unmasked: list[int] = []
         # Rows that a step has sampled without a mask. A row stays in this set until a request
-        # begins in this row. The token that was sampled without a mask is discarded, but steps that
-        # are already in flight sample these rows again.
+        # begins in this row. The token that was sampled without a mask is discarded. Steps that are
+        # already in flight sample the row again, also without a mask.
         self._late: set[int] = set()
         # The rows passed to the last call of ``concern``, and the result of that call.
         self._asked: IntArray | None = None
@@ -221,7 +221,7 @@ class Matchers:
                 continue
             if complaint := self._rows[row].complaint:
                 self._failed[sample] = complaint
-            # if fewer tokens are sampled for the row, the last mask is repeated
+            # if the row has fewer than ``size`` tokens, the other masks are copies of the last mask
             own[num_logits:] = own[num_logits - 1]
         if not wanted:
             return None
@@ -230,8 +230,8 @@ class Matchers:
         return Masks(places, words)
 
     def take_report(self) -> GrammarReport:
-        """Return which requests have failed or were sampled without a mask since the last call, and
-        which rows wait for a compilation.
+        """Return the requests that have failed, or were sampled without a mask, since the last
+        call. Also return the rows that wait for a grammar or a mask.
         """
         failed, self._failed = self._failed, {}
         unmasked, self._unmasked = self._unmasked, []
@@ -249,8 +249,8 @@ class Matchers:
         Args:
             first: position, in the request, of the first token that the step samples for the row.
             words: [>= 1 + len(drafts), num_words].
-            until_s: the time, as ``time.monotonic`` returns it, at which this method stops waiting
-                for masks that a separate thread computes.
+            until_s: the ``time.monotonic`` time at which this method stops waiting for masks that a
+                separate thread computes.
         """
         row = self._rows[row_id]
         target = first - row.begin
@@ -283,7 +283,7 @@ class Matchers:
             row.fill(words[place])
         if drafts:
             row.go_back(target)
-        if begin_s is not None:  # the separate thread of a slow row measures its own time
+        if begin_s is not None:  # for a slow row, the separate thread calls ``charge``
             row.charge(time.thread_time() - begin_s, num_new)
         return row.error
 
@@ -309,8 +309,8 @@ class Masking:
         self._bits: Tensor | None = None
 
     def forget(self) -> None:
-        """Drop the constant tensor after an abort of the device, because its values may not have
-        reached the device.
+        """Drop the constant tensor after an abort of the device. The abort may have stopped the
+        upload of the tensor.
         """
         self._bits = None
 

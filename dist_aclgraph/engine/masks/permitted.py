@@ -46,7 +46,7 @@ class Permitted:
 
     @property
     def longest(self) -> int:
-        """Number of the latest output tokens on which the set of forbidden tokens depends."""
+        """Maximum number of latest output tokens that are compared with ``bad_words``."""
         return max((len(word) - 1 for word in self._bad_words), default=0)
 
     def leaves_any(self, mask: IntArray, latest: Sequence[int]) -> bool:

@@ -1,10 +1,10 @@
 """A row whose masks may take seconds: a separate thread computes the masks, and the row's request
 waits.
 
-The computation of a mask cannot be stopped in time. The library checks its limits only after each
-row of its parsing table. With an ambiguous grammar, one row of this table can take seconds. So a
-step waits for the mask only briefly. If the mask is still missing after this wait, the request gets
-no token in this step, as if its grammar were not compiled yet. The other requests run.
+A step cannot stop the computation of a mask. The library checks its limits only after each row of
+its parsing table. With an ambiguous grammar, one row of this table can take seconds. So a step
+waits for the mask only briefly. If the mask is still missing after this wait, the request gets no
+token in this step, as if its grammar were not compiled yet. The other requests run.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ class SlowRow(GrammarRow):
 
     def can_continue(self, sampling: RowSampling, output: list[int]) -> bool:
         """Return whether the next request in the row may use the row's matcher and masks. The
-        request that had to wait is allowed to do so. Another request with the same grammar is
-        allowed only if the two requests share a lexer. After a failure, only the request whose
-        output caused the failure is allowed, so that this request gets the reason of the failure.
+        request for which the last mask was computed may use the matcher and the masks. Another
+        request with the same grammar is allowed only if the two requests share a lexer. After a
+        failure, only the request whose output caused the failure is allowed. This request then gets
+        the reason of the failure.
         """
         is_same = self.structure == sampling.structure and self.begin == sampling.num_prompt_tokens
         mask = self._mask
@@ -128,7 +129,9 @@ class SlowRow(GrammarRow):
         return np.full(self._num_words, ALL), super().error or NO_MATCH
 
     def _mask_of_state(self) -> IntArray:
-        """Return the mask for the matcher's state, which is computed only once for each state."""
+        """Return the mask for the matcher's present state. The mask is computed only once for each
+        state.
+        """
         if self._words is None:
             words: IntArray = np.full(self._num_words, ALL)
             self.fill(words)
