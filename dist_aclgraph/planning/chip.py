@@ -68,15 +68,15 @@ class Chip:
             )
 
     def counts_shared_blocks(self, config: Config, facts: ModelFacts) -> bool:
-        """Return whether the attention operator refuses a batch whose lengths together need more
-        blocks than the cache has.
+        """Return whether the attention operator refuses a batch if the KV lengths of all its
+        requests together need more blocks than the cache has.
 
-        For this check, the operator counts a shared block once for each request. The operator also
-        counts the lengths of padding requests.
+        A block that n requests share counts n times. The operator also counts the lengths of
+        padding requests.
         """
         parallel = config.parallel
-        # Ranks that share a cache exchange their queries. So one call gets the query heads of all
-        # these ranks.
+        # Ranks that share a cache exchange their queries. Each call of the attention operator gets
+        # the query heads of all these ranks.
         head_ranks = max(1, parallel.dcp // parallel.pcp)
         splits = (
             self._has_split_fuse(config, facts, head_ranks)
@@ -140,17 +140,18 @@ class Chip:
             return
         counts_shared = self.counts_shared_blocks(config, facts)
         if config.recovery.exact and counts_shared:
-            # If attention counts shared blocks and the cache is full, attention refuses the padding
-            # of a graph. Then the step runs without a graph, with other shapes, and the results can
-            # be rounded differently.
+            # The attention operator counts a shared block several times. If the cache is full, the
+            # operator refuses a batch with the padding of a graph. Then the step runs without a
+            # graph, with other shapes, and the results can be rounded differently.
             yield (
                 "recovery.exact is true; attention of this model refuses padding that needs more "
                 "blocks than the cache has: set it to false"
                 + (", or install CANN 9" if self.is_cann_8 else "")
             )
         if config.parallel.dcp * config.parallel.pcp > 1 and counts_shared:
-            # The operator gets a prompt as several rows: one row for each token, or one row for
-            # each piece that a rank computes. All of these rows use the same blocks.
+            # The attention operator gets a prompt as several rows. A row is one token of the
+            # prompt, or one of the pieces into which the prompt is split. All of these rows use the
+            # same blocks.
             yield (
                 f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "
                 "attention of this model refuses rows that need more blocks than the cache has, "

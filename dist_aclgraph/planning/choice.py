@@ -28,9 +28,9 @@ class Choices:
             element 0 is infinite.
         counts: [max_buckets + 1]; element k is the smallest number of buckets with which the cost
             is ``costs[k]``.
-        previous: [max_buckets + 1, number of sizes]; element [k, j] belongs to the best k buckets
-            whose last bucket is ``sizes[j]``. The element is 1 plus the index in ``sizes`` of the
-            bucket before the last bucket.
+        previous: [max_buckets + 1, number of sizes]; element [k, j] belongs to the best set of k
+            buckets whose largest bucket is ``sizes[j]``. The element is 1 plus the index in
+            ``sizes`` of the second largest bucket of this set.
     """
 
     sizes: tuple[int, ...]
@@ -109,8 +109,8 @@ def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float
 
     Between two measured sizes, the time is interpolated linearly. Below the smallest and above the
     largest measured size, the time is proportional to the number of tokens. A measured time can
-    include pauses of the host. So if a step of a larger size took less time, this time is also used
-    for the smaller size.
+    include pauses of the host. If a step of a larger size took less time than a step of a smaller
+    size, the time of the larger size is used for both sizes.
     """
     if not seconds:
         return [float(size) for size in sizes]

@@ -15,8 +15,8 @@ class BatchDescriptor(msgspec.Struct, frozen=True, order=True):
 
     Attributes:
         num_tokens: padded number of tokens, also called the bucket.
-        num_reqs: padded number of requests; 0 for a graph without attention, which any number of
-            requests can replay.
+        num_reqs: padded number of requests; 0 for a graph without attention, because such a graph
+            accepts any number of requests.
         query_len: number of tokens of each request; 0 if requests may have different numbers of
             tokens.
     """

@@ -102,8 +102,8 @@ class GraphDispatcher:
     def take_traffic(self) -> Traffic:
         """Return how many batches of each size ran since the last call.
 
-        Any thread may call this. If another thread counts a step at the same time, this step may be
-        missing from all results.
+        Any thread may call this. If another thread counts a step during this call, the step can get
+        lost: no call returns the step.
         """
         decode, self._decode_seen = self._decode_seen, Counter()
         mixed, self._mixed_seen = self._mixed_seen, Counter()
@@ -135,10 +135,10 @@ class GraphDispatcher:
         """Return the counters: replays and padding tokens for each graph, and eager batches for
         each reason.
 
-        Any thread may call this method, even while the engine's thread adds keys, because each copy
-        of a counter is atomic. The engine counts a replay before it counts the replay's padding. So
-        this method copies ``padding`` before ``replays``. Then each graph in the copy of
-        ``padding`` is also in the copy of ``replays``.
+        Any thread may call this method while the engine's thread changes the counters. Each copy of
+        a counter is atomic. The engine counts a replay before it counts the replay's padding. This
+        method copies ``padding`` first, and ``replays`` second. So the copy of ``replays`` contains
+        every graph that is in the copy of ``padding``.
         """
         padding, replays = dict(self.padding), dict(self.replays)
         return {

@@ -21,21 +21,20 @@ from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.topology import MAY_LOSE_TOKENS, ExchangeKind
 
 # An exchange other than all_gather is chosen only if it saves at least this many bytes in each
-# layer. A link of 20 GB/s sends these bytes in the time of about two dozen small operators; this
-# was not measured on an NPU.
+# layer. Estimate, not measured on an NPU: sending these bytes over a link of 20 GB/s takes as long
+# as about two dozen small operators.
 MIN_SAVED_BYTES = 2 * MIB
-# Minimum capacity, in rows for each rank. In steps with few tokens, ranks get very different
-# numbers of rows.
+# Minimum capacity, in rows for each rank. The minimum is for steps with few tokens, in which some
+# ranks get many more rows than the average.
 MIN_CAPACITY = 16
 
 
 def expert_capacity(num_rows: int, ep: int, top_k: int, factor: float) -> int:
-    """Return the maximum number of rows that a rank may send to each rank in an all-to-all of
-    ``num_rows`` tokens.
+    """Return how many of its ``num_rows`` tokens a rank may send to any one rank in an all-to-all.
 
     Args:
-        factor: the capacity, divided by the number of rows that would be expected if all choices of
-            experts were equally likely.
+        factor: the capacity, divided by the number of tokens that one rank would get with uniform
+            routing.
     """
     expected = num_rows * (1 - (1 - 1 / ep) ** top_k)
     return min(num_rows, max(MIN_CAPACITY, math.ceil(factor * expected)))
@@ -68,9 +67,9 @@ class ExchangeRule:
         capacity_factor: capacity of an all-to-all, divided by the expected number of rows
             (``expert_capacity``).
         max_tokens: maximum number of tokens of one batch.
-        may_run_again: whether a step may run a second time if its exchange had too little capacity
-            for some tokens. False for a model with recurrent state. If false, no exchange with
-            limited capacity is chosen.
+        may_run_again: whether a step may run a second time, after an exchange with too little
+            capacity; false for a model with recurrent state. If steps run only once, no exchange
+            with limited capacity is chosen.
     """
 
     tp: int
@@ -197,8 +196,8 @@ class ExchangeRule:
         return operators.ranks_of_node if operators else None
 
     def _saved_bytes(self, gathered: int, sent: float) -> float:
-        """Return how many bytes a rank saves in one layer with an exchange other than all_gather,
-        sent and received bytes together.
+        """Return how many bytes a rank saves in one layer if another exchange replaces all_gather.
+        Sent bytes and received bytes are added up.
 
         Args:
             gathered: number of rows that a rank receives from each other rank with all_gather.

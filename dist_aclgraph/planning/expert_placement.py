@@ -68,11 +68,11 @@ def place_experts(
 ) -> ExpertPlacement:
     """Return the placement on ``ep`` ranks.
 
-    Without redundant experts, each rank gets a range of experts. Otherwise, each additional copy
-    goes to the expert with the largest load per copy at that moment. Then the copies are placed,
-    beginning with the copy that has the largest load. Each copy is placed on the rank with the
-    smallest load so far. Copies of the same expert are placed on different ranks if enough ranks
-    have free slots.
+    Without redundant experts, each rank gets a range of experts. Otherwise, additional copies are
+    made one at a time, each for the expert that then has the largest load per copy. Then the copies
+    are placed, beginning with the copy that has the largest load. Each copy is placed on the rank
+    with the smallest load so far. Copies of the same expert are placed on different ranks if enough
+    ranks have free slots.
 
     Args:
         redundant: number of additional copies, for all experts together.

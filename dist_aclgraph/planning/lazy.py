@@ -32,12 +32,13 @@ class LazyChange:
 
 
 class LazyGraphs:
-    """Owns the LRU list, and the numbers of tokens that graphs of other shapes would have saved.
+    """Owns the LRU list, and the savings of each shape: the number of tokens that a graph of this
+    shape would have saved.
 
     Args:
         families: the kinds and sizes of graphs that may be captured lazily.
         capacity: maximum number of lazy graphs at the same time.
-        min_tokens: a graph is captured when it could have saved this number of tokens until now.
+        min_tokens: minimum savings, in tokens, for which a shape is captured.
         retry_steps: number of steps during which a shape whose capture has failed is not tried
             again.
     """

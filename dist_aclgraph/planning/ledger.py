@@ -34,8 +34,8 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
         return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
 
     def describe(self) -> str:
-        """Return a sentence with the prediction, the measurement, and the part of the predicted
-        cost whose size is closest to the gap.
+        """Return a sentence with the predicted and the measured cost. If parts of the predicted
+        cost are known, the sentence also names the part whose size is closest to the gap.
 
         The gap is the difference between prediction and measurement. The named part need not be the
         cause of the gap, because devices do not report what uses their streams.
@@ -130,8 +130,8 @@ class Ledger(msgspec.Struct, kw_only=True):
 
 
 def _by_name(price: Price) -> dict[str, int]:
-    """Return how many streams each part of a price needs for all graphs of a bucket together; the
-    keys are the parts' names.
+    """Return the numbers of streams of a price's parts. The keys are the names of the parts. Parts
+    with the same name are added up.
     """
     parts: Counter[str] = Counter()
     for term in price:

@@ -71,9 +71,10 @@ class Mc2Operators:
         comm_alg: name of the algorithm, which is passed to the operators.
         max_rows: maximum number of tokens on one rank.
         buffer_bytes: function that returns how many bytes HCCL's buffer must have for a batch.
-        pays_from_ep: other projects use MC2 only with at least this number of ranks.
-        pays_to_local: other projects use MC2 only with at most this number of experts on a rank.
-        takes_scales: whether the routing weights are sent with the tokens, to the experts and back.
+        pays_from_ep: minimum number of ranks for which other projects use MC2.
+        pays_to_local: maximum number of experts on a rank for which other projects use MC2.
+        takes_scales: whether the routing weights are sent together with the tokens, both to the
+            experts and from the experts.
         takes_mask: whether the operators accept a mask that says which rows are not sent.
         ranks_of_node: the number of ranks that must be on each node; None if any number is
             possible. A group uses all NPUs of its nodes, so each node must have this number of
@@ -159,8 +160,8 @@ class Mc2:
 
     @cached_property
     def operators(self) -> Mc2Operators | None:
-        """The operators with the best algorithm for this number of ranks and nodes. None if the
-        chip does not have MC2, or does not have the configured algorithm.
+        """The properties of MC2 with the best algorithm for this number of ranks and nodes. None if
+        the chip does not have MC2, or does not have the configured algorithm.
         """
         found = [p for p in self._known_operators if self.algorithm in ("auto", p.algorithm)]
         fitting = (p for p in found if self.ep in p.ep_sizes and self._has_nodes_for(p))
@@ -172,9 +173,7 @@ class Mc2:
 
     @property
     def max_rows(self) -> int:
-        """Maximum number of tokens on each rank that the operators accept, however large the buffer
-        is.
-        """
+        """Maximum number of tokens of one rank. A larger buffer does not increase this number."""
         rows = self.operators.max_rows if self.operators else 0
         return min(rows, MAX_ROWS_CANN_8) if self._is_a2_of_cann_8 else rows
 

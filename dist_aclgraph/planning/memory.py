@@ -2,9 +2,9 @@
 shapes, before the model is loaded.
 
 The computed sizes of weights and step buffers are exactly the sizes that the runtime allocates. The
-sizes of HCCL's buffers were not measured. These sizes come from the vendor's document of
-HCCL_BUFFSIZE: each communicator has an input buffer and an output buffer of this size. The sizes of
-activations are estimates, which may be too high, but should not be too low.
+sizes of HCCL's buffers were not measured. According to the vendor's document, each communicator has
+two buffers of HCCL_BUFFSIZE, one for input and one for output. The sizes of activations are
+estimates, which may be too high, but should not be too low.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class MemoryPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The memory of one device: the parts that are in use, and the rest, which is for graphs and KV
-    blocks.
+    """The memory of one device, divided into parts. Graphs and KV blocks get the memory that no
+    other part needs.
 
     Attributes:
-        device_bytes: total bytes of the device, or the bytes that are free before the model is
-            loaded.
+        device_bytes: on a worker, the device's free bytes before the model is loaded; in a
+            simulation, all bytes of the device.
         parts: the memory that is in use before the first graph is captured, without the memory of
             eager steps.
         graph_bytes: estimated bytes of the graph pool. The estimate is used if the budget model
@@ -192,7 +192,7 @@ class RankMemory:
 
 
 def _copy_slots(config: Config, model: ModelSpec) -> tuple[MemoryPart, ...]:
-    """Return the part for the copy slots; empty if no copies of KV are kept."""
+    """Return the memory part of the copy slots; empty if KV blocks are not copied to files."""
     if not config.kv.keeps_copies:
         return ()
     cache = KVCacheSpec.from_config(config, model)
@@ -287,8 +287,8 @@ def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tupl
     num_rows, vocab_size = config.scheduler.max_num_seqs, spec.vocab_size
     num_tokens, num_reqs, num_samples = largest
     max_len = spec.max_model_len(config)
-    # The outputs are the logits, the greatest logit of each row, and the hidden states from which
-    # drafting begins.
+    # The outputs are the logits, the greatest logit of each row, and, with drafts, the hidden
+    # states that the draft model reads.
     outputs = num_samples * (vocab_size + 1) + (num_tokens * spec.hidden_size if k else 0)
     rope_dim = spec.latent.rope_dim if spec.latent else spec.head_dim
     tables = 2 * spec.num_rope_tables * (max_len + SPARE_POSITIONS) * rope_dim
@@ -304,8 +304,8 @@ def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tupl
     # The inputs also include the block table, the index of every token, and the numbers of accepted
     # drafts.
     inputs += num_reqs * width + num_tokens + num_reqs
-    # The state of sampling: the token table, the random factors and summands of all tokens, and the
-    # largest random number.
+    # The state of sampling: the token table, one random factor and one random summand for each
+    # token of the vocabulary, and the largest random number.
     sampling = max(num_samples, num_rows) + vocab_size + 2 * vocab_size + 1
     # The state of drafting, for each row and the spare row: drafts, the last token, and the number
     # of accepted drafts.

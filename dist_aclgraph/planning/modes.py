@@ -1,5 +1,5 @@
-"""Chooses a graph mode that the model and the device support. If this is not the configured mode,
-the module says why.
+"""Chooses a graph mode that the model and the device support. If the chosen mode differs from the
+configured mode, the module also returns the reason.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class GraphSupport:
     """The properties of the model and the deployment that decide which graph modes are possible.
 
     Attributes:
-        attention_updates: the batches that can replay captured attention with new lengths: "any"
-            batch, or only "uniform" batches, in which all requests have the same number of tokens.
-            The value is "uniform" for latent and linear attention, and "any" for sparse attention,
-            which reads lengths on the device.
+        attention_updates: whether "any" batch can replay captured attention, or only "uniform"
+            batches, in which all requests have the same number of tokens. Each replay uses new KV
+            lengths. The value is "uniform" for latent and linear attention, and "any" for sparse
+            attention, which reads lengths on the device.
         is_encoder_decoder: whether the model's decoder reads the states of an encoder.
         shares_context: whether several ranks split prompts, or share the cache of a request.
     """
@@ -40,8 +40,8 @@ class GraphSupport:
 
 @dataclass(frozen=True)
 class _ModeRule:
-    """A rule: some modes that are not supported, the mode that replaces them, and the reason as a
-    sentence.
+    """If ``applies`` returns true, the mode ``instead`` replaces each mode of ``modes``. ``reason``
+    is a sentence for users.
     """
 
     modes: tuple[GraphMode, ...]
@@ -107,7 +107,9 @@ def with_possible_mode(
 
 
 def _why_lengths_are_sent(config: Config, facts: ModelFacts, mode: GraphMode) -> str | None:
-    """Return why steps must send lengths to graphs; None if graphs can use a mask instead."""
+    """Return why ``graph.updates`` cannot be "none"; None if this value is possible. With this
+    value, attention in graphs uses a mask, and steps send no lengths.
+    """
     parallel, block_size = config.parallel, config.kv.block_size
     reasons = (
         (

@@ -42,7 +42,7 @@ NAMED_RANKS = 8
 
 @dataclass(frozen=True)
 class RankLimit:
-    """A limit on the number of buckets, on the rank where the limited resource is scarcest.
+    """A limit on the number of buckets, and the owner of the limit.
 
     ``owner`` names the rank with this limit, or the group if the limit is the same for all ranks.
     """
@@ -63,10 +63,10 @@ def negotiate(
     """Choose buckets that every rank can capture. Of all possible sets, choose the set with the
     lowest cost for the traffic.
 
-    The plan is the same on all ranks, because a collective in a graph works only if all members of
-    its group replay the graph. The order of the offers does not change the plan. The plan obeys all
-    limits that the budget model returns for the ranks. If a family has a bucket in the plan, the
-    family's largest bucket that fits in memory is also in the plan. Units: streams and bytes.
+    All ranks use the same plan. A collective in a graph works only if all ranks of its group replay
+    this graph. The order of the offers does not change the plan. The plan obeys all limits that the
+    budget model returns for the ranks. If a family has a bucket in the plan, the family's largest
+    bucket that fits in memory is also in the plan. Units: streams and bytes.
 
     Args:
         families: the families of graphs, with all sizes that may be captured; empty if the
@@ -168,7 +168,7 @@ def tightest_limits(
 
 
 def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
-    """Yield the limits on the number of buckets that earlier, failed captures have shown."""
+    """Yield a limit for each family whose number of buckets is limited because a capture failed."""
     for index, family in enumerate(families):
         if family.max_buckets is not None:
             prices = tuple(int(i == index) for i in range(len(families)))
@@ -219,12 +219,13 @@ def _menu(
 
 
 def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...]:
-    """Return how many buckets each family gets. The returned numbers have the lowest expected cost
-    of all numbers within the limits.
+    """Return how many buckets each family gets. The returned combination is the best of all
+    combinations that obey the limits.
 
-    The batches of a family without a bucket run eagerly, which costs more than other families can
-    save. So choices are compared first by the number of families without a bucket, then by the
-    weight of these families, then by expected cost, then by the number of buckets.
+    The batches of a family without a bucket run eagerly. Eager batches cost more time than better
+    buckets of other families can save. So combinations are compared first by the number of families
+    without a bucket, then by the weight of these families, then by expected cost, then by the
+    number of buckets.
     """
 
     def key(counts: tuple[int, ...]) -> tuple[int, float, float, int]:
@@ -238,8 +239,8 @@ def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...
 
 
 def _maximal(limits: Sequence[Limit], most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield combinations of numbers of buckets that obey all limits. For each combination of
-    numbers for the other families, the last family gets the largest possible number.
+    """Yield combinations of numbers of buckets that obey all limits. In each combination, the last
+    family gets as many buckets as the limits allow.
     """
     *head, last = most
     for counts in product(*(range(n + 1) for n in head)):
@@ -262,7 +263,7 @@ def fit_memory(
     offers: Sequence[StreamOffer],
     budget_model: BudgetModel,
 ) -> tuple[list[GraphFamily], list[str]]:
-    """Remove the sizes that need more memory than some rank offers for graphs. Return the families
+    """Remove each size for which at least one rank offers too little memory. Return the families
     without these sizes, and the reasons for removing them.
     """
     fitting, reasons, lacking = [], [], []

@@ -54,8 +54,8 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
 
     def without(self, failure: CaptureFailure) -> GraphPlan:
-        """Return the plan's next version, without the graph whose capture has failed. Used if the
-        group serves already.
+        """Return the plan's next version, without the graph whose capture has failed. This method
+        is for groups that already serve.
         """
         families = [f.keep(failure.graph) if f.has(failure.graph) else f for f in self.families]
         reason = f"capture of {failure.graph} failed on rank {failure.rank} ({failure.cause})"
@@ -67,13 +67,13 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def shrink(self, failed: BatchDescriptor, cause: FailureCause, rank: int) -> GraphPlan:
-        """Return the plan's next version, with only as many graphs as the ranks could capture.
+        """Return the plan's next version, which has fewer graphs because a capture has failed.
 
         If an operator failed, only the graph that contains it is removed. If streams or memory ran
         out, the failed graph's family keeps the number of buckets that were captured for this
-        family before the failure. The smallest and the largest size are kept, if possible. If no
-        bucket of this family was captured, the family with the most captured buckets loses one
-        bucket, because that family has used the resources.
+        family before the failure. The family keeps its smallest and its largest size, if possible.
+        If no bucket of this family was captured, other families have used the resources. Then the
+        family with the most captured buckets loses one bucket.
 
         Raises:
             GraphError: the graph is not part of the plan.
@@ -158,8 +158,8 @@ class CaptureFailure(msgspec.Struct, frozen=True):
 
     @property
     def undone(self) -> str:
-        """A sentence for reports, which says that all ranks have undone the capture of the graph,
-        and why.
+        """A sentence for reports: it says that all ranks have undone the graph's capture, and names
+        the cause.
         """
         return (
             f"{self.graph} was undone on all ranks: rank {self.rank} failed ({self.cause}): "

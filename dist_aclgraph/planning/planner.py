@@ -2,7 +2,7 @@
 that its ranks offer for graphs.
 
 In a deployment, the ranks send these offers to the controller. The commands ``plan`` and
-``simulate`` run without ranks, so they assume offers.
+``simulate`` run without ranks, and use assumed offers.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Planner:
 
     @property
     def largest_graphs(self) -> list[BatchDescriptor]:
-        """The largest graph of each family, without duplicates. The graphs of lazy families come
-        last.
+        """The largest graph of each family. A graph that is the largest of two families is listed
+        once. The graphs of lazy families come last.
         """
         max_num_seqs = self.config.scheduler.max_num_seqs
         families = (*self.families, *self.lazy_families)
@@ -113,8 +113,8 @@ class Planner:
         Raises:
             StreamBudgetError: a rank has too few streams or bytes for a single bucket.
         """
-        # Of several offers with equal fields, only the first is used, because equal offers set
-        # equal limits.
+        # If several offers differ only in their ranks, only the first offer is used. The others
+        # would set the same limits.
         first_of = {content_of(offer): offer for offer in reversed(offers)}
         kept, capacity = keep_room(
             list(first_of.values()),
@@ -147,8 +147,8 @@ class Planner:
         Args:
             offers: all offers from which the plan was chosen.
         """
-        # Memory is reserved only for the lazy graphs that fit now. Otherwise, no memory would
-        # remain for the cache.
+        # No memory is reserved for lazy graphs that are too large for the free memory. Reserving
+        # memory for such graphs would leave no memory for the cache.
         lazy, _ = fit_memory(self.lazy_families if plan.families else (), offers, self.budget_model)
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
         return {offer.rank: pool_bytes(everything, offer, self.budget_model) for offer in offers}

@@ -26,8 +26,8 @@ from dist_aclgraph.planning.traffic import Traffic, weights_of
 
 MIN_GAIN = 0.05  # minimum fraction of the expected cost that a new plan must save
 MIN_WEIGHT = 256.0  # minimum number of observed steps; older steps count less
-# Maximum number of reasons in a plan; older reasons are dropped, because plans change often and are
-# sent to all ranks.
+# Maximum number of reasons in a plan; older reasons are dropped. Without this maximum, each change
+# would make plans longer, and plans are sent to all ranks.
 MAX_REASONS = 32
 
 
@@ -79,8 +79,8 @@ def choose_again(
 
 
 def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) -> StreamOffer:
-    """Return the offer with the times of steps as additional probes. Prices still come from the
-    first probes.
+    """Return the offer with additional probes, which contain measured step times. Prices still come
+    from the first probes.
 
     A probe is a measured cost of one bucket. A kind of graph gets additional probes only if it
     already has a probe. An additional probe contains a time, but 0 streams and 0 bytes. If an
@@ -112,8 +112,8 @@ def propose(
     graph of the old plan also replays a graph of the new plan.
 
     Args:
-        traffic: the frequency of each batch size since the group began to use the plan; older steps
-            count less.
+        traffic: the weights of the steps since the group began to use the plan; older steps have
+            less weight.
         offers: the offers from which ``plan`` was chosen. The ranks made these offers before any
             capture.
         families: the families of graphs, with all sizes that may be captured.
@@ -134,7 +134,7 @@ def propose(
             version=plan.version + 1,
             max_num_seqs=plan.max_num_seqs,
         )
-    except StreamBudgetError:  # the ranks have captured more graphs than the budget model allows
+    except StreamBudgetError:  # no bucket fits by the budget model, although ranks have graphs
         return None
     if not _keeps_reach(plan, new):
         return None
@@ -151,7 +151,7 @@ def propose(
 def _with_old_graphs(
     old: GraphPlan, new: GraphPlan, offers: Sequence[StreamOffer], budget_model: BudgetModel
 ) -> GraphPlan:
-    """Return the new plan, plus the graphs of the old plan for which the limits leave room.
+    """Return the new plan, with as many additional graphs of the old plan as the limits allow.
 
     Without this extension, small changes of the traffic would release a graph, and later capture it
     again.
@@ -183,8 +183,8 @@ def transition(
 
     Captures come before releases, and the largest graph is captured first. But if too few streams
     or bytes are free for the next capture, a graph that is not in the new plan is released before
-    this capture. Every limit that both plans obey is also obeyed after each action. The largest
-    bucket of each family exists at all times.
+    this capture. If both plans are within a limit, the graphs that exist after each action are
+    within this limit. The largest bucket of each family exists at all times.
 
     Args:
         offers: the offers from which ``old`` was chosen. The ranks made these offers before any

@@ -13,7 +13,7 @@ START_FACTOR, SHORTEST_START_S = 5.0, 10.0
 
 
 class Backoff:
-    """Owns the pause between attempts of an action. The pause doubles after each failure, up to
+    """Computes the pause between attempts of an action. The pause doubles after each failure, up to
     ``LONGEST_PAUSE_S``.
 
     All times must come from the same monotonic clock.
@@ -43,8 +43,8 @@ class Backoff:
         """Record that an attempt could not begin, because resources were missing, or because
         another change was running.
 
-        The next attempt follows soon, even if a pause is not over, because the obstacle can
-        disappear at any time.
+        The next attempt follows after ``first_s`` seconds, even if a longer pause is not over. The
+        missing resources can become available at any time.
         """
         self._next_s = now_s + self._first_s
 
@@ -108,8 +108,8 @@ class StartLimit:
     """Computes a time limit for starting a group's processes, from the durations of earlier starts.
 
     Ray does not report the death of a process that has not registered with Ray yet. So only a time
-    limit detects such a death. The limit doubles after each start that exceeds it, because a busy
-    machine can also make a start slow.
+    limit detects such a death. A busy machine can make a start slow. So the limit doubles each time
+    a start exceeds the limit.
 
     Attributes:
         slowest_s: duration of the slowest earlier start, in seconds; None if no start has

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 KEPT = 1 - 1 / 200  # Each new step multiplies the weight of earlier steps by this factor.
-# If the sizes of the measured steps differ by less than this fraction, no slope can be computed.
+# If the variance of the steps' sizes, divided by the mean of their squares, is at most ONE_SIZE,
+# the slope is 0.
 ONE_SIZE = 1e-9
 
 

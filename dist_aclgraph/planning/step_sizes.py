@@ -10,12 +10,12 @@ SPARE_POSITIONS = 16
 
 
 def table_width(num_tokens: int, block_size: int, num_drafts: int) -> int:
-    """Return the number of columns of the block table: enough blocks for the tokens, and for 3 k
-    more positions, which drafts can use.
+    """Return the number of columns of the block table. There are enough columns for the tokens and
+    for 3 k additional positions of drafts; k is ``num_drafts``.
 
     A step verifies k drafts after the last token, and drafting uses k positions after these drafts.
-    If the host has not read the number of accepted drafts yet, the step can begin up to k positions
-    later than the host assumes.
+    If the host has not read the number of accepted drafts yet, the step's first position can be up
+    to k higher than the host assumes.
     """
     return -(-(num_tokens + 3 * num_drafts) // block_size)
 
@@ -33,8 +33,8 @@ def input_sizes(
 
     The first inputs are token ids, positions and slots. The indices of the tokens whose logits are
     needed (places) follow. If the graph verifies drafts, the fields ``rows``, ``most``, ``behind``
-    and ``slots`` of ``DraftInputs`` follow instead of the places. The last inputs are query ends,
-    KV lengths, and the slots of recurrent states.
+    and ``slots`` of ``DraftInputs`` replace the places. The last inputs are query ends, KV lengths,
+    and the slots of recurrent states.
 
     Args:
         num_drafts: k, number of drafts of each request; 0 if the graph verifies no drafts.

@@ -15,8 +15,8 @@ import msgspec
 from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.planning.buckets import GraphFamily
 
-# The weight of the assumed traffic (``prior``), as a fraction of all weights. Because of this
-# weight, a size without observed traffic can also get a bucket.
+# The weight of the assumed traffic (``prior``), divided by the weight of the observed traffic.
+# Because of this weight, a size without observed traffic can also get a bucket.
 PRIOR_SHARE = 0.02
 
 
@@ -58,7 +58,7 @@ def fade(traffic: Traffic, elapsed: float, half_life: float) -> Traffic:
 
 
 def merge(parts: Iterable[Traffic]) -> Traffic:
-    """Return the sum of several groups' traffic, or of old and new traffic."""
+    """Return traffic in which each weight is the sum of the weights in ``parts``."""
     decode: Counter[int] = Counter()
     mixed: Counter[int] = Counter()
     for part in parts:

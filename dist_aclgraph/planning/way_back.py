@@ -3,9 +3,9 @@
 With RESUME, all processes continue: the work of their devices is aborted, their communicators are
 resumed, and the interrupted steps run again. Weights, KV and graphs stay valid. RECOMPUTE is like
 RESUME, but the KV is lost, so requests are computed again from their first token. With REJOIN, the
-processes that still run keep their weights, lost processes are started again on the same NPUs, and
-all of these processes join a new group; KV and graphs are lost. REBUILD replaces the group by
-another group, which can run on other NPUs. If RESUME, RECOMPUTE or REJOIN fails, REBUILD follows.
+processes that still run keep their weights. Lost processes are started again on the same NPUs. All
+of these processes join a new group. KV and graphs are lost. REBUILD replaces the group by another
+group, which can run on other NPUs. If RESUME, RECOMPUTE or REJOIN fails, REBUILD follows.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ Way = Literal["RESUME", "RECOMPUTE", "REJOIN", "REBUILD"]
 SOUND_STEPS = 100
 
 # For each kind of fault, the maximum number of consecutive times that a group is resumed; 0 means
-# never. If a failure follows soon after the group was resumed, the fault that caused the earlier
-# failure still exists.
+# never. If a group fails again soon after it was resumed, the fault still exists.
 TRIES: dict[DeviceFault, int] = {
-    # The peers of a failed rank report "stopped", so this limit must not be below the limit of the
-    # failed rank's own fault.
+    # The peers of a failed rank report "stopped". The smallest limit of all reported faults
+    # applies, so the limit of "stopped" is at least as large as every other limit.
     "stopped": 2,
     "link": 2,  # a link may fail only for a moment, and work again afterwards
-    "remote": 1,  # The rank's peers report the underlying fault.
+    "remote": 1,  # perhaps another rank failed, and reports the fault itself
     "retry": 1,
     "suspect": 1,
     "operator": 1,  # if the failure happens again, its cause is the operator's input or the chip
@@ -43,9 +42,9 @@ TRIES: dict[DeviceFault, int] = {
 # Faults after which the KV cache may have lost its values.
 LOSES_KV: frozenset[DeviceFault | None] = frozenset({"uce_kv"})
 
-# Faults after which a process may join another group, because its weights are intact, or because
-# the faulty part of its memory is known and can be released. After an unknown error, a process must
-# not join another group.
+# Faults after which a process may join another group. After these faults, the weights are intact,
+# or the faulty part of the memory is known and can be released. After an unknown error, a process
+# must not join another group.
 MAY_SURVIVE: frozenset[DeviceFault | None] = frozenset(
     {"stopped", "link", "remote", "retry", "operator", "uce_kv", "uce_tensor"}
 )
@@ -60,17 +59,17 @@ class Failure:
     """The known facts about a failed group.
 
     Attributes:
-        faults: for each rank that has reported a fault, this fault; None stands for an unknown
-            error.
+        faults: the reported faults; the keys are the ranks that have reported a fault. The value
+            None means an unknown error.
         lost: ranks whose process has exited or does not answer.
-        in_a_row: number of times that the group was resumed since the group last ran
-            ``SOUND_STEPS`` steps without a failure.
+        in_a_row: number of consecutive times that the group was resumed. ``SOUND_STEPS`` steps
+            without a failure reset this number.
         may_resume: whether the configuration allows stopping and restarting devices.
         is_over: whether the group's epoch has ended. If true, its requests already run in other
             groups.
         size: number of ranks of the group.
-        served_s: seconds since processes of an earlier group have joined this group; None if all of
-            its processes were new.
+        served_s: seconds since processes of an earlier group joined this group (REJOIN); None if
+            the group began with new processes only.
     """
 
     faults: Mapping[GroupRank, DeviceFault | None]

@@ -2,11 +2,12 @@
 If the model has recurrent state, checkpoints of states are also copied.
 
 A block may be written to a file when it is in the prefix cache, because cached blocks do not
-change. A block that was read from a file enters the prefix cache when all workers have read it. So
-the only effect of a failed copy job is a shorter cached prefix: more tokens are computed.
+change. A block that was read from a file enters the prefix cache when all workers have read it. A
+failed copy job has only one effect: the cached prefix is shorter, so more tokens are computed.
 
-A running copy job holds references to its blocks, so that the pool does not allocate these blocks.
-A request whose blocks are being read has no row and waits. The other requests run.
+A running copy job holds references to its blocks. The pool does not allocate referenced blocks.
+While a request's blocks are read, the request waits, and has no row in the batch. The other
+requests run.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ BATCH_BLOCKS, MAX_TURNS = 8, 16
 # blocks are free for requests.
 MAX_HELD = 1 / 8
 # While jobs read files into this fraction of the pool's blocks, no other job begins to read.
-# Otherwise, a disk that never answers could keep the whole pool in use.
+# Without this limit, jobs that wait for a broken disk could occupy the whole pool.
 MAX_LOADING = 1 / 4
-# A request waits at most this many seconds until other jobs end, because a slow disk might take
-# longer than the computation of the prompt.
+# Maximum time in seconds that a request waits while other jobs read. With a slow disk, a longer
+# wait might take more time than the computation of the prompt.
 WAIT_S = 5.0
 # Maximum number of blocks that wait to be written; if there are more, the oldest blocks are not
 # written.
@@ -71,7 +72,7 @@ class BlockCopies:
 
     Args:
         look_ups: looks up the files of blocks and checkpoints on the engine's node.
-        ranks: the workers of the lockstep group that keep parts of this rank's blocks.
+        ranks: the workers of this data-parallel rank, as indices in the lockstep group.
         elsewhere: looks up files on other nodes; None if all workers are on the engine's node.
     """
 
@@ -97,15 +98,14 @@ class BlockCopies:
         self._running: dict[int, RunningCopy] = {}
         # The waiting blocks: id, hash, and number of blocks before the block in its prompt.
         self._pending: deque[tuple[int, BlockHash, int]] = deque()
-        self._num_turns = 0  # number of decisions since the last batch began
+        self._num_turns = 0  # number of calls of ``take_jobs`` since the last batch began
         self._new: list[CopyJob] = []
-        # Blocks and states that a rank could not read, the oldest first. When such blocks and
-        # states have been computed again, they are written again, even if some ranks still have
-        # their files.
+        # Blocks and states that a rank could not read, the oldest first. After a missed block or
+        # state was computed again, a job writes it again, even if some ranks still have its file.
         self._missed: dict[BlockHash, None] = {}
         self._missed_states: dict[BlockHash, None] = {}
         self._upkeep = FileUpkeep()
-        # For each block, the number of its unfinished writes, both waiting and running.
+        # For each block, the number of its writes that wait or run.
         self._unsaved: Counter[BlockHash] = Counter()
         self._is_late = False  # whether the copy jobs take too long; see ``note_late``
         self._num_loading = 0  # number of blocks that running jobs read from files
@@ -135,7 +135,7 @@ class BlockCopies:
 
     @property
     def is_looking(self) -> bool:
-        """Whether a look-up of the files of waiting blocks is running."""
+        """Whether a look-up is running that finds out which waiting blocks have files."""
         return self._existing is not None
 
     @property
@@ -143,7 +143,7 @@ class BlockCopies:
         """Number of further blocks to which copy jobs may hold references."""
         held = sum(len(copy.held) for copy in self._running.values())
         limit = int(self._pool.num_usable * MAX_HELD)
-        if self._pool.counts_shared:  # the pool may count every reference as a used block
+        if self._pool.counts_shared:  # a shared block counts once for each reference
             limit = min(limit, held + self._pool.num_free)
         return max(1, limit) - held
 
@@ -165,7 +165,7 @@ class BlockCopies:
         self._pending_states.append(block_hash)
 
     def have_ended(self, hashes: Sequence[BlockHash]) -> bool:
-        """Return whether all blocks with these hashes are written to files, or will not be written.
+        """Return True if no block with one of these hashes waits to be written or is being written.
         If copy jobs take too long, return True in any case.
         """
         return self._is_late or self._unsaved.keys().isdisjoint(hashes)
@@ -227,7 +227,7 @@ class BlockCopies:
             self._begin("save", hashes, depths, block_ids, block_ids, states=states)
 
     def _hold_states(self, existing: Collection[BlockHash]) -> list[tuple[BlockHash, int]]:
-        """Hold the waiting checkpoints that are still stored and have no file; return them."""
+        """Pin and return the waiting checkpoints that are still stored and have no file."""
         checkpoints = self._pool.checkpoints
         states = []
         while self._pending_states:
@@ -251,18 +251,18 @@ class BlockCopies:
         source: Source | None = None,
     ) -> Answer[int]:
         """Begin to look up how many leading blocks a request need not compute: the ``first`` cached
-        blocks, and the following blocks that have files. With recurrent state, the last of them
-        must also have a checkpoint with a file. The returned function returns None until the
-        look-up has ended, and as long as too many blocks are being read from files. After a wait of
-        more than ``WAIT_S``, it returns ``first``.
+        blocks, and the following blocks that have files. With recurrent state, the last block must
+        have a checkpoint with a file. The returned function returns None while the look-up runs.
+        After that, if too many blocks are being read from files, the function returns None for
+        ``WAIT_S`` seconds, and then ``first``.
 
         Args:
-            fetch: fetches the missing files to the engine's node. After this, the files are looked
-                up again.
+            fetch: fetches the missing files to the engine's node. Then the files are looked up
+                again.
             source: the group from which the other nodes fetch missing files.
         """
         wanted, asks_others = hashes[first:], self.elsewhere.must_ask(source)
-        # In these cases no files are looked up, so that the request does not wait.
+        # Look up no files if no block remains, or if other nodes must answer while jobs are late.
         if not wanted or (asks_others and self._is_late):
             return lambda: first
         answers: list[Answer[int]] = []
@@ -276,8 +276,8 @@ class BlockCopies:
             job, answer = self.elsewhere.begin(self._next_number(), wanted, first, source)
             self._new.append(job)
             answers.append(answer)
-        # Before each step, the answers of all waiting requests are read again. To save time, each
-        # answer is computed only once.
+        # Before each step, ``answer_once`` is called again for every waiting request. To save time,
+        # ``found`` stores the result of the look-ups.
         found: int | None = None
         end_s = 0.0
 
@@ -334,7 +334,7 @@ class BlockCopies:
         self._upkeep.note_used(hashes, hashes[-1] if self._look_ups.has_states else None)
 
     def _touch_used(self) -> None:
-        """Begin to update the times of last use of the files of cached blocks in use."""
+        """Begin a job that touches the files of cached blocks in use (``FileUpkeep``)."""
         used, states = self._upkeep.take_used()
         if used:
             self._begin("touch", list(used), list(used.values()), state_hashes=states)
@@ -444,8 +444,8 @@ class BlockCopies:
         self._is_late = False
 
     def _leave_condemned(self, copy: RunningCopy, count: int) -> int:
-        """A job has read ``count`` leading blocks. Return how many of them are before the first
-        block that might contain NaN (``condemn``). All other blocks will be set to zero.
+        """A job has read ``count`` leading blocks. Return how many of these blocks precede the
+        first block that might contain NaN (``condemn``). All other blocks will be set to zero.
         """
         names = copy.hashes[:count]
         usable = next((n for n, h in enumerate(names) if self._upkeep.is_condemned(h)), count)

@@ -1,5 +1,5 @@
-"""Applies the results of a step to all ranks on which every request decodes, in one operation for
-all these ranks.
+"""Applies the results of a step to several ranks in one operation. On these ranks, every request
+decodes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ def land_decoding(
         brought: the results of each rank.
 
     Returns:
-        The ranks whose results must still be applied, and the outputs of the other ranks.
+        The ranks whose results were not applied, and the outputs of the ranks whose results were
+        applied.
     """
-    # A single rank applies its results itself. Operations on its own columns are faster than
-    # operations on the columns of all ranks.
+    # If there is only one rank, this function applies no results. Operations on the columns of one
+    # rank are faster than operations on the columns of all ranks.
     if len(ranks) == 1:
         return ranks, []
     found = [rank for rank, new in zip(ranks, brought, strict=True) if rank.only_decodes(new)]

@@ -1,11 +1,11 @@
 """FileUpkeep: decides which files of KV blocks are deleted, and which files are touched.
 
-A block's file is deleted if the block might contain NaN. Such a file can exist, because a block can
-be written to its file before the logits of its request show the NaN.
+A block's file is deleted if the block might contain NaN. Such a file exists if a block was written
+to its file before the request's logits contained NaN.
 
-While a prefix is in the device's cache, its files are not read, even if many requests use the
-prefix. But a tier deletes the files that were least recently used. So every ``TOUCH_S`` seconds,
-the time of last use is updated ("touched") for some files of prefixes in use.
+A tier deletes the files that were least recently used. While a prefix is in the device's cache, its
+files are not read, even if many requests use the prefix. To keep such files, a job updates
+("touches") the time of last use of some of them every ``TOUCH_S`` seconds.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class FileUpkeep:
         touches their files.
 
         Args:
-            state: hash of the last block before the checkpoint from which the request starts.
+            state: hash of the last of these blocks, which identifies the request's checkpoint; None
+                for a model without recurrent state.
         """
         room = MAX_TOUCHED - len(self._used)
         if room > 0:
@@ -91,8 +92,9 @@ class FileUpkeep:
                 self._used_states[state] = None
 
     def take_used(self) -> tuple[dict[BlockHash, int], list[BlockHash]]:
-        """Remove and return the values that ``note_used`` has recorded: each block's hash, with its
-        number of preceding blocks; and the hashes that identify checkpoints.
+        """Remove and return the values that ``note_used`` has recorded: a dictionary of blocks, and
+        the hashes that identify checkpoints. In the dictionary, the keys are hashes of blocks, and
+        the values are the blocks' numbers of preceding blocks.
         """
         used, self._used = self._used, {}
         states, self._used_states = list(self._used_states), {}

@@ -93,9 +93,10 @@ class GroupCopies:
         return self.ranks[request.dp_rank].have_ended(request.hashes)
 
     def stop_fetching(self, dp_rank: int) -> int:
-        """Until one of a data-parallel rank's copy jobs ends, let no request wait for its jobs.
+        """Stop all waits of requests for copy jobs of a data-parallel rank, until one of these jobs
+        ends.
 
-        Returns how many requests were waiting for copy jobs that read their blocks.
+        Returns how many requests were waiting for blocks from files.
         """
         return self._waiting.end_fetching(self.ranks[dp_rank].note_late())
 
@@ -113,8 +114,8 @@ def _copies_of(
         return BlockCopies(pool, look_ups, ranks)
     is_beside_engine = files.is_beside_engine(dp_rank)
     if not is_beside_engine:
-        # The engine's node has no files of this data-parallel rank, so the engine looks up no
-        # files. Workers get jobs for all blocks, and skip the blocks that have files.
+        # The files of this data-parallel rank are on other nodes, so the engine looks up no files.
+        # Workers get jobs for all blocks, and skip the blocks that have files.
         look_ups = LookUps(
             Files(_has_none, _has_none if look_ups.has_states else None), look_ups.clock
         )

@@ -66,7 +66,8 @@ class GroupRows(Columns):
         return RunningRows(self._columns[:, rank], self._recent[rank], self._num_drafts)
 
     def take_off(self, ranks: Sequence[int]) -> None:
-        """Apply ``RunningRows.take_off`` for a step in which all requests of several ranks decode.
+        """Apply ``RunningRows.take_off`` to several ranks on which every request of the step
+        decodes.
 
         Args:
             ranks: indices of these ranks.
@@ -77,8 +78,8 @@ class GroupRows(Columns):
             self._columns[TAKING_OFF, ranks] += self._taken_off
 
     def stay_below_limit(self, ranks: Places, lens: Places) -> list[bool]:
-        """Return, for each rank, whether all of its requests stay below their maximum lengths if
-        each of them gets one more token.
+        """Return, for each rank, whether every request stays below its maximum length after one
+        more token.
 
         Args:
             ranks: [n], indices of ranks, each at most once.

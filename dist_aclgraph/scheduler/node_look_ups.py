@@ -2,8 +2,8 @@
 
 The workers of a data-parallel rank can be on several nodes, and each node has only the files of its
 own workers. On each node except the engine's node, one worker looks up the files. If another group
-has computed the request's blocks, the worker also fetches missing files from that group. The engine
-sends these look-ups in its messages about copy jobs.
+has computed the blocks, the worker also fetches missing files from that group. The engine sends
+these look-ups in its messages about copy jobs.
 """
 
 from __future__ import annotations
@@ -63,16 +63,17 @@ class NodeLookUps:
     def must_ask(self, source: Source | None) -> bool:
         """Return whether the other nodes must look up files. The other nodes must look up files if
         they may have to fetch blocks, or if the engine's node has no files of this rank. In all
-        other cases, no look-up is needed, because the other nodes usually have files of the same
-        blocks as the engine's node.
+        other cases, a look-up on the engine's node is enough: the other nodes usually have files of
+        the same blocks.
         """
         return bool(self._finders) and not (source is None and self.is_beside_engine)
 
     def begin(
         self, number: int, hashes: Sequence[BlockHash], first: int, source: Source | None
     ) -> tuple[CopyJob, Answer[int]]:
-        """Begin a look-up. Return the job for the workers, and a function that returns how many
-        leading blocks all nodes have, including the ``first`` cached blocks.
+        """Begin a look-up. Return the job for the workers, and a function that returns the result:
+        the number of leading blocks that all nodes have, plus ``first``; None until all workers
+        have answered.
         """
         found = _LookUp(set(self._finders), len(hashes), source)
         self._running[number] = found
@@ -82,8 +83,8 @@ class NodeLookUps:
         return job, lambda: None if found.waits_for else first + found.num_found
 
     def end(self, number: int, rank: int, num_found: int) -> bool:
-        """Record a worker's answer; return whether the answer has ended a look-up. Answers to other
-        jobs, and answers of workers that were not asked, are ignored.
+        """Record a worker's answer; return whether all workers have now answered the look-up.
+        Answers to other jobs, and answers of workers that were not asked, are ignored.
         """
         found = self._running.get(number)
         if found is None or rank not in found.waits_for:
@@ -96,8 +97,8 @@ class NodeLookUps:
         return True
 
     def take_cancelled(self) -> list[CopyJob]:
-        """Drop the look-ups that also fetch blocks, if their requests do not wait for the blocks
-        any longer. Return the jobs with which workers end these look-ups and their fetches.
+        """Drop each look-up that fetches blocks for which no request waits any longer. Return the
+        jobs that cancel these look-ups and fetches on the workers.
         """
         sources = [(number, found.source) for number, found in self._running.items()]
         cancelled = [n for n, source in sources if source is not None and not source.is_wanted()]
@@ -106,8 +107,8 @@ class NodeLookUps:
         return [CopyJob(number, "cancel", b"", b"", b"") for number in cancelled]
 
     def forget(self) -> None:
-        """End all look-ups, because the workers have dropped them or do not answer. The result is
-        the same as if no blocks were found. Later answers are ignored.
+        """End all look-ups, because the workers have dropped them or do not answer. Each of these
+        look-ups then returns that no blocks were found. Later answers are ignored.
         """
         for found in self._running.values():
             found.waits_for.clear()

@@ -21,8 +21,8 @@ NO_PLACES: Places = np.empty(0, np.intp)
 
 
 class StepOutputs(Struct, frozen=True):
-    """The new tokens of the requests that a step has sampled. Iterating over this object yields one
-    delta for each request.
+    """The new tokens that a step has sampled for its requests. Iterating over this object yields
+    one delta for each request.
 
     Attributes:
         requests: [num_reqs], the requests that the step has sampled.
@@ -102,7 +102,7 @@ class StepOutputs(Struct, frozen=True):
         """Return the message with the results of one client's requests.
 
         Args:
-            numbers: [n], the numbers by which the client knows its requests.
+            numbers: [n], the numbers with which the client identifies its requests.
             picked: [n], ascending indices of the client's requests; None means all requests.
         """
         notes = self._notes()

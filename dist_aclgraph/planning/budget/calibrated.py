@@ -18,9 +18,9 @@ class CalibratedBudget(CannPinnedBudget):
 
     For a probe, the rank captures and releases the largest bucket of the family.
     ``CannPinnedBudget`` computes the price if the family has no probe, or if captures do not change
-    the number of free streams that the device reports. In these cases, the price's text says why
-    there is no measured price. ``CannPinnedBudget`` is the most cautious interpretation of CANN's
-    sources.
+    the number of free streams that the device reports. In these cases, the field ``why`` of each
+    part of the price names the reason. ``CannPinnedBudget`` is the most cautious interpretation of
+    CANN's sources.
     """
 
     name: BudgetModelName = "calibrated"

@@ -24,9 +24,9 @@ from dist_aclgraph.planning.budget.workload import Workload
 @dataclass(frozen=True)
 class CannPinnedBudget:
     """Counts stream ids: one id for each lane (captured stream) of each graph, one id for each
-    further queue of a long lane, and one id for each of HCCL's streams in the graph. No ids are
-    subtracted for HCCL's domains themselves, because a rank counts its free ids after these domains
-    were created.
+    further queue of a long lane, and one id for each of HCCL's streams in the graph. The ids that
+    HCCL's domains use outside of graphs are not counted. These domains already exist when a rank
+    counts its free ids.
     """
 
     workload: Workload

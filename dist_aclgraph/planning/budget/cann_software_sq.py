@@ -2,12 +2,12 @@
 
 A capture uses one stream id for each lane (captured stream), as with old drivers. A graph gets
 queues when it runs. If too few queues are free, idle graphs lose their queues, and the graphs that
-were created first lose them first. So the number of ids limits the number of graphs. The number of
-queues limits only the size of each single graph, not the number of graphs.
-``aclrtGetStreamAvailableNum`` returns the number of free queues. When ranks report their free
-streams, no graph is captured yet, so this number equals the number of free ids. Later, the two
-numbers can differ. These rules follow from CANN's sources and were not measured. If a capture fails
-although the rules allow it, the plan gets smaller.
+were created first lose them first. A captured graph always keeps its ids, so the number of ids
+limits the number of graphs. The number of queues limits only the size of each single graph, not the
+number of graphs. ``aclrtGetStreamAvailableNum`` returns the number of free queues. When ranks
+report their free streams, no graph is captured yet, so this number equals the number of free ids.
+Later, the two numbers can differ. These rules follow from CANN's sources and were not measured. If
+a capture fails although the rules allow it, the plan gets smaller.
 """
 
 from __future__ import annotations

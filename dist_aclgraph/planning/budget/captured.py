@@ -26,9 +26,10 @@ AFTER_ATTENTION = 5
 # Number of additional operators before attention if norms span the heads of several ranks: six for
 # the scales of both norms, two for q (a multiplication and a conversion), and two for k.
 SUMMED_NORMS = 10
-# Number of additional operators before sparse attention: one for the queries of latent attention,
-# and six for the indexer (a layer norm, two rotations, two joins, and a product for the weights of
-# its heads). Sparse attention itself takes at most ATTENTION queue entries.
+# Number of additional operators before sparse attention. One operator is for the queries of latent
+# attention. Six operators are for the indexer: a layer norm, two rotations, two concatenations, and
+# the product that computes the weights of the indexer's heads. Sparse attention itself takes at
+# most ATTENTION queue entries.
 INDEXER = 7
 # EXPERTS is the number of operators for experts in a layer: router, routing, products and shared
 # experts. These operators replace the DENSE operators of a dense layer: two products and the
@@ -47,17 +48,18 @@ PADDED_ATTENTION, MASK = 2, 3
 # convert results to float32, and mask, send and merge these results. Latent attention with copies
 # of heads needs all sixteen.
 SHARDED = 16
-# Maximum number of further operators if the cache of sparse attention is sharded. These operators
-# map the chosen keys to slots of the shard, and compute log-sum-exps from the operator's greatest
-# scores and sums.
+# Maximum number of operators in addition to SHARDED if the cache of sparse attention is sharded.
+# Some of these operators map the chosen keys to slots of the shard. The other operators compute
+# log-sum-exps from the greatest scores and the sums that the attention operator returns.
 REMAPPED = 26
 # Number of additional operators if latents are stored in int8. Six of them write the cache: two
 # copies, a rotation, the quantisation, a join and the scatter. The seventh operator joins the two
 # parts of the queries.
 INT8_LATENTS = 7
-# Number of operators that compute the blocks that each query may see, for latents in int8 without
-# an indexer: indices, a product, a comparison, a constant and a choice. Only the first layer with
-# such latents runs these operators.
+# Number of operators of ``seen_blocks``, which computes the blocks that each query may see:
+# indices, a product, a comparison, a constant, and ``where``. Models with latents in int8 and
+# without an indexer need these operators. Only the first layer with such latents runs these
+# operators.
 SEEN_BLOCKS = 5
 EMBEDDING = 3  # three gathers: from the embedding, from the cos table, from the sin table
 LAST_NORM = 1
@@ -97,8 +99,9 @@ class GraphShape:
         return (self.main + waits, *sides, *([self.beside] if self.beside else []))
 
     def price(self, workload: Workload) -> Price:
-        """Return the numbers of queues that one graph of this shape needs: one term for each cause.
-        With old drivers, each queue needs one stream id.
+        """Return one term for each use of queues, e.g. the main lane. A term contains the number of
+        queues that one graph of this shape needs for this use. With old drivers, each queue needs
+        one stream id.
         """
         cascaded = sum(-(-lane // QUEUE_ENTRIES) - 1 for lane in self.lanes)
         num_domains = len(self.collectives)
@@ -123,8 +126,8 @@ def shapes(family: GraphFamily, workload: Workload) -> tuple[GraphShape, ...]:
 
 
 def price_of(found: tuple[GraphShape, ...], workload: Workload) -> Price:
-    """Return the numbers of queues that all graphs of a bucket need: for each shape, one term for
-    each cause.
+    """Return the terms of all shapes of a bucket; see ``GraphShape.price``. Each term counts the
+    queues of all graphs of its shape.
     """
     return tuple(
         replace(term, total=term.total * shape.copies, of=shape.what)
@@ -178,8 +181,9 @@ def _touched(counts: dict[Domain, int]) -> tuple[tuple[Domain, int], ...]:
 
 
 def _experts(workload: Workload) -> int:
-    """Return the number of operators of a layer of experts. If several exchanges are possible, the
-    exchange with the most operators is counted.
+    """Return the number of operators of a layer of experts. The number includes the operators that
+    exchange tokens between ranks. If several exchanges are possible, the exchange with the most
+    operators is counted.
     """
     if not any(_is_spread(domain) for domain in workload.domains):
         return EXPERTS
@@ -194,8 +198,8 @@ def _is_spread(domain: Domain) -> bool:
 
 
 def _before_attention(domain: Domain, workload: Workload) -> int:
-    """Return the number of a layer's collectives before attention. These are the sums for norms
-    over the heads of all ranks.
+    """Return the number of a layer's collectives before attention. If norms span the heads of all
+    ranks, one collective adds up the ranks' sums of squares.
     """
     return int(workload.sums_norms and "tp" in domain.kinds)
 

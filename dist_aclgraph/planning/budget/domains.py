@@ -14,10 +14,10 @@ MOST_AICPU_RANKS = 16
 def streams_per_domain(expansion: HcclExpansion, num_ranks: int) -> int:
     """Return the number of streams that a domain uses in total, however many graphs there are.
 
-    AIV uses one stream, and FFTS uses two streams; the formulas count these streams for each group.
-    AICPU uses one stream for each other rank of the domain. A domain with more than sixteen ranks
-    is counted as a domain with sixteen ranks. The comments about AICPU say "per domain on the
-    device (worst case)".
+    With AIV, a domain uses one stream. With FFTS, a domain uses two streams. The formulas count
+    these streams for each group. AICPU uses one stream for each other rank of the domain. A domain
+    with more than sixteen ranks is counted as a domain with sixteen ranks. For AICPU, vllm-ascend's
+    comments describe this number as the worst case ("per domain on the device (worst case)").
     """
     if expansion == "AICPU":
         return max(1, min(num_ranks, MOST_AICPU_RANKS) - 1)

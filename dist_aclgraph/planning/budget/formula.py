@@ -95,8 +95,8 @@ def max_buckets(inputs: LegacyInputs, variant: Variant) -> int:
     if inputs.aiv:
         if not inputs.moe:
             left -= inputs.streams_per_graph * inputs.num_graphs
-        # There are two divisions, as in vllm-ascend, because a single division by the product could
-        # have another rounded result.
+        # As in vllm-ascend, the code divides twice. A single division by the product could be
+        # rounded to another result.
         return math.floor(left / inputs.num_graphs / inputs.streams_per_graph)
     if variant != "v0.11":
         left -= CONTEXT_PARALLEL_STREAMS * ((inputs.pcp > 1) + (inputs.dcp > 1))
@@ -109,8 +109,8 @@ def legacy_sizes(inputs: LegacyInputs, variant: Variant) -> list[int]:
     limit = max_buckets(inputs, variant)
     if variant != "v0.11":
         return trim_sizes(inputs.candidate_sizes, limit)
-    # Version 0.11 chose sizes by their index in a descending list. So if an index is n + 0.5, this
-    # version can choose one of the two neighbouring sizes, and later versions choose the other.
+    # Version 0.11 chose sizes by their index in a descending list. Later versions use an ascending
+    # list. If an index is n + 0.5, the two lists can lead to different sizes.
     sizes = trim_sizes(inputs.candidate_sizes[::-1], limit)[::-1]
     if limit <= 1:
         sizes = inputs.candidate_sizes[-1:]

@@ -33,10 +33,10 @@ class LegacyBudget:
     The formulas compute prices of piecewise graphs (one graph between two attention operators), and
     limit the number of a plan's piecewise buckets. If a plan has no piecewise graphs, its full
     graphs are limited as if they were piecewise graphs, although vllm-ascend never applied the
-    formula to full graphs. The formulas assume that 1800 streams are available. A second limit uses
-    the number of streams that are really available on a rank, and counts one stream for each graph,
-    which is the minimum. If graphs need more streams, their capture fails, and the plan gets
-    smaller.
+    formula to full graphs. The formulas assume that 1800 streams are available. A second limit on
+    the number of buckets uses the real number of available streams of a rank. For this limit, each
+    graph counts as one stream, because every graph needs at least one stream. If graphs need more
+    streams, their capture fails, and the plan gets smaller.
     """
 
     name: BudgetModelName

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dist_aclgraph.config import Config
 from dist_aclgraph.planning.budget.domains import streams_per_domain
 
-MAX_LINKS = 8  # a rank opens at most this number of links, and accepts at most this number
+MAX_LINKS = 8  # maximum number of links that a rank opens, and also of links that a rank accepts
 # Bytes of pinned host memory for files that a worker fetches. A second part of the same size is for
 # files that other workers fetch from this worker.
 PART_BYTES = 256 << 20
@@ -15,7 +15,8 @@ def streams_of_links(config: Config) -> int:
     """Return the maximum number of streams that a rank's links use.
 
     Each end of a link belongs to a communication domain of two ranks. The end that reads uses one
-    additional stream. The emulator counts in the same way; the number on hardware is not known.
+    additional stream. The emulator counts the streams of links in the same way. The number of
+    streams on an NPU is not known.
     """
     if not config.fetches_by_hixl:
         return 0
@@ -23,5 +24,5 @@ def streams_of_links(config: Config) -> int:
 
 
 def reserved_streams(config: Config) -> int:
-    """Return how many streams of each rank are reserved, so that graphs must not use them."""
+    """Return how many of a rank's streams graphs must not use."""
     return config.graph.reserve_streams + streams_of_links(config)

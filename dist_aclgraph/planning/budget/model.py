@@ -43,8 +43,8 @@ Price = tuple[BudgetTerm, ...]
 
 @dataclass(frozen=True)
 class Limit:
-    """The amount of a resource that a rank has available, and the amount that one bucket of each
-    family needs.
+    """A limit on the numbers of buckets that a rank can capture. Each bucket needs a part of one
+    resource.
 
     Attributes:
         what: name of the resource in messages, in the plural.

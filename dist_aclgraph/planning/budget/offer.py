@@ -38,7 +38,7 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int = ANY_BYTES  # device memory that graphs may use
     device: str = ""  # name of the chip
     cann: str = ""  # version of CANN
-    card: str = ""  # name of the card, if its ranks share streams; otherwise ""
+    card: str = ""  # name of the card if several ranks share the card's streams; otherwise ""
     taken: dict[str, int] = {}  # number of streams already in use; the keys name the users
     max_sizes: int | None = None  # maximum number of piecewise buckets; None means no limit
     probes: tuple[BucketProbe, ...] = ()

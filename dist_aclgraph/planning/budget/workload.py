@@ -17,8 +17,8 @@ COMMUNICATING: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
 
 @dataclass(frozen=True)
 class Domain:
-    """A communication domain of a rank: its number of ranks, and the kinds of the groups that use
-    it.
+    """A communication domain: its number of ranks, and the kinds of groups (e.g. "tp") that
+    communicate in this domain.
     """
 
     num_ranks: int
@@ -91,9 +91,9 @@ class Workload:
 
     @cached_property
     def domains(self) -> tuple[Domain, ...]:
-        """The different sets of ranks with which rank 0 runs collectives.
+        """The communication domains of rank 0. Groups that have the same ranks share one domain.
 
-        Every other rank has the same number of such sets.
+        Every other rank has the same number of domains.
         """
         layout = ParallelLayout(tp=self.tp, dp=self.dp, pcp=self.pcp, dcp=self.dcp, ep=self.ep)
         return tuple(
