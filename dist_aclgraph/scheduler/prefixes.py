@@ -56,9 +56,8 @@ class Prefixes:
         While a request waits, its files are looked up only once.
         """
         copies, pool = self._copies, self._pool
-        # While there are dirty blocks, no copy job begins. Otherwise, the job could read data into
-        # a dirty block, and the next step would overwrite the data, because this step cleans the
-        # block.
+        # While there are dirty blocks, no copy job begins. The next step sets all dirty blocks to
+        # zero. So a job must not read data into a dirty block.
         if copies is None or request.has_looked or pool.has_dirty or not self._may_share(request):
             return False
         missing = -(-len(request.tokens) // pool.block_size) - len(shared)
@@ -76,8 +75,8 @@ class Prefixes:
         return bool(wanted) and copies.load(request, shared, wanted)
 
     def checkpoint_after(self, request: Request, shared: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of the checkpoint after the cached blocks ``shared``. The result is
-        empty if there are no such blocks, or if the model has no recurrent state.
+        """Return the number of the checkpoint after the cached blocks ``shared``. The tuple is
+        empty if ``shared`` is empty, or if the model has no recurrent state.
         """
         if self._pool.checkpoints is None or not shared:
             return ()

@@ -54,8 +54,8 @@ class RankScheduler:
         rows: this rank's rows, which are empty at first.
         num_drafts: number of drafts that workers make for each sampled request.
         num_prompt_ranks: number of ranks that split prompts.
-        exact: whether existing output is computed again as it was sampled: in decode steps, one
-            token in each step.
+        exact: if true, existing output is computed again in decode steps, one token in each step.
+            If false, existing output is computed again in chunks.
         copies: decides which blocks are copied to and from files; None if KV is not copied.
     """
 
@@ -94,7 +94,7 @@ class RankScheduler:
         # a request that could not start, and the number of free blocks at that time
         self._refused: tuple[Request, int] | None = None
         self.num_preemptions = 0
-        # Number of verifications: in each step, one for each request whose drafts may be accepted.
+        # Number of verifications. One verification checks the drafts of one request in one step.
         self.num_verified = 0
         # Element n is the number of verifications that accepted n drafts.
         self._accepted = np.zeros(self._decode_len, np.int64)
@@ -221,8 +221,8 @@ class RankScheduler:
     def start(self, builder: StepBuilder, request: Request, shared: Sequence[int]) -> bool:
         """Start a waiting request with ``shared``, the cached blocks of its prefix.
 
-        The blocks for all known tokens are allocated now, so that no half-computed prompt lacks
-        blocks. Returns False if too few blocks are free.
+        The blocks of all known tokens are allocated at once. So no prompt waits for blocks between
+        its chunks. Returns False if too few blocks are free.
         """
         size, num_tokens = self.pool.block_size, len(request.tokens)
         missing = -(-num_tokens // size) - len(shared)
@@ -257,9 +257,9 @@ class RankScheduler:
         return True
 
     def _take_row(self, request: Request) -> int:
-        """Take a free row and return it. Workers keep the matcher of a request that waits for its
-        grammar in the row that the request had. So such a request gets its previous row if that row
-        is free.
+        """Take a free row and return it. A request that has waited for its grammar gets its
+        previous row if this row is free, because workers keep the request's matcher under the
+        number of this row.
         """
         row, request.compiled_row = request.compiled_row, -1
         if row not in self._free_rows:
@@ -316,7 +316,7 @@ class RankScheduler:
         return victims
 
     def leave_out(self) -> RankStep:
-        """Return the only step in flight, without requests that were removed after the decision.
+        """In the only step in flight, drop the requests that no longer run; return this step.
 
         When the step runs again, the step must not write the blocks of removed requests, which may
         now be in the prefix cache.
@@ -340,8 +340,8 @@ class RankScheduler:
     def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor, max_len: int) -> bool:
         """Return whether a full graph's padding fits in the block table and in the cache.
 
-        All padding uses the dummy block. If attention counts each use of a block against the
-        cache's size (``BlockPool``, ``counts_shared``), the padding must also fit in the cache.
+        All padding uses the dummy block. If ``BlockPool.counts_shared`` is true, attention counts a
+        block once for each use. In this case, the padding must also fit in the cache.
 
         Args:
             max_len: maximum length of a request; a row of the block table has room for it.
@@ -392,8 +392,8 @@ class RankScheduler:
         """Let requests wait for their grammars. Return the requests that lose their rows, and these
         rows.
 
-        If the oldest step has sampled a request without its grammar's mask, it is removed from all
-        steps in flight, and does not run until all ranks have compiled its grammar. If the model
+        A request that the oldest step has sampled without its grammar's mask is removed from all
+        steps in flight. The request waits until all ranks have compiled its grammar. If the model
         has recurrent state, the request loses its row, because its last tokens must run again.
 
         Args:
@@ -413,8 +413,8 @@ class RankScheduler:
                 self._preempt(list(victims))
                 for request, row in victims.items():
                     request.compiled_row = row
-                # Workers report compilations by row number. So other requests get these rows only
-                # if no other row is free.
+                # Workers report a compiled grammar by the row number of its request. So the rows of
+                # ``victims`` are the last rows that other requests get.
                 left = list(victims.values())
                 self._free_rows = [*left, *(row for row in self._free_rows if row not in left)]
         if self._steady is None and rows.held.any():
@@ -438,8 +438,8 @@ class RankScheduler:
         """Let requests that wait for their grammars run again; return the number of these requests.
 
         Only the result of a step shows whether a grammar is compiled. With recurrent state, a
-        request that samples a token too early loses its row. So such a request runs its known
-        tokens one by one, until a result shows that its grammar is compiled.
+        request loses its row if it samples a token before its grammar is compiled. So such a
+        request runs its known tokens one by one, until a result shows that its grammar is compiled.
         """
         is_held = self.rows.held == WAITS
         self.rows.held[is_held] = 0 if self.pool.checkpoints is None else TRIES
@@ -490,7 +490,7 @@ class RankScheduler:
         return outputs, finished
 
     def only_decodes(self, new: NewTokens) -> bool:
-        """Whether every request was in the oldest step and gets one token that is not a stop token.
+        """Whether the oldest step has one token for each running request, and none is a stop token.
 
         A request can still end at its maximum length.
         """
@@ -531,8 +531,8 @@ class RankScheduler:
 
     @property
     def _is_quiet(self) -> bool:
-        """Return whether the next step has the same requests, and no request can reach its maximum
-        length, fill a block or need a new block in the next step.
+        """Whether the next step is quiet. A quiet step has the requests of the previous step. In a
+        quiet step, no request can reach its maximum length, fill a block or need a new block.
         """
         return self._steady is not None and self._margin >= self._decode_len
 
@@ -588,7 +588,7 @@ class RankScheduler:
 def _still_there(
     indices: Places, records: IntArray, new: NewTokens
 ) -> tuple[Places, IntArray, NewTokens]:
-    """Return the arguments without the requests that were removed after the step's decision."""
+    """Return the indices, records and results of the step's requests that still run."""
     is_there = indices >= 0
     samples = records[:, 3] > 0
     counts = np.ones(int(samples.sum()), np.int32) if new.counts is None else new.counts

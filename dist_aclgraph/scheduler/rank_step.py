@@ -199,8 +199,8 @@ class StepBuilder:
         """Return the step. Chunks of the prompts that are served first get the unused tokens of
         ``budget``.
         """
-        # In decode steps, the requests that are sampled come first, because a graph samples the
-        # first requests of its batch.
+        # A graph samples the first requests of its batch. So in a decode step, the sampled requests
+        # come first.
         if self.kind == "decode":
             self.chunks.sort(key=lambda chunk: not chunk.samples)
         for chunk in self.chunks:
@@ -246,8 +246,8 @@ class RankStep:
             the step.
         decode_len: number of tokens of a request that decodes: its last token and its drafts.
         num_prompt_ranks: number of ranks that split prompts.
-        is_uniform: whether all requests run like decoding requests. If true, requests that do not
-            decode compute existing output again, one token in each step.
+        is_uniform: whether all requests run like decoding requests. If true, a request that is not
+            decoding runs one token of its existing output.
         needs_hidden: whether a request wants log-probabilities of its prompt, or an embedding. Such
             a request needs hidden states that full graphs do not keep.
     """
@@ -279,9 +279,9 @@ class RankStep:
     def shape(self) -> StepShape:
         """The shape of the step.
 
-        ``query_len`` is 0 also for a prompt that runs one token or ``decode_len`` tokens, because
-        the positions that a prompt samples differ from the positions that a decoding request
-        samples.
+        If a prompt runs one token or ``decode_len`` tokens, ``query_len`` is 0. Such a step must
+        not look like a decode step, because a prompt samples other positions than a decoding
+        request.
         """
         lengths = self.records[:, 2]
         query_len = int(lengths[0])

@@ -31,22 +31,22 @@ class Request:
         deadline: number of the step by which the whole prompt should have run. The deadline is the
             number of the step at arrival, plus one for every ``SchedulerConfig.prompt_share``
             tokens of the prompt. The request with the earliest deadline is served first. So short
-            prompts run before a long prompt, until the long prompt has waited for as many steps as
-            its computation needs.
+            prompts that arrive later can run before a long prompt, but only until the deadline of
+            the long prompt.
         max_total_tokens: maximum length of prompt and output together.
         dp_rank: the data-parallel rank that runs the request. While the request waits, the value is
             the last rank that has run the request or has looked up its files.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
-        compiled_row: the row that the request had before it began to wait for its grammar; workers
-            compile the grammar under the number of this row. -1 for other requests.
+        compiled_row: the row that the request lost because its grammar was not compiled; -1 for
+            other requests. Workers compile the grammar under the number of this row.
         block_ids: the request's block table.
         hashes: hashes of the first full blocks. A hash is computed when it is first needed. A
             preempted request keeps its hashes.
         prompt_end: position where the output begins. If a request is submitted again, the submitted
             prompt ends with the existing output, so the output begins inside the submitted prompt.
         num_cached_tokens: number of prompt tokens that were found in the prefix cache; -1 until the
-            request is first admitted. If another group has begun the request, the number is 0,
-            because that group has counted the tokens.
+            request is first admitted. The number is 0 if another group has begun the request. The
+            other group has already counted the cached tokens.
         prompt_logprobs: log-probabilities of the prompt tokens that were computed since the request
             last started.
         embedding: the hidden state after the prompt's last token, float32 [hidden]; empty if the
@@ -57,9 +57,9 @@ class Request:
             measures them.
         has_looked: whether the files of the request's blocks were looked up since the request began
             to wait.
-        look_up: function that returns how many leading blocks are cached or have files; the
-            function returns None while the files are looked up. The attribute is None if no look-up
-            runs.
+        look_up: function that returns the result of a look-up of files: how many leading blocks are
+            cached or have files. The function returns None until the look-up has ended. ``look_up``
+            is None if no look-up runs.
         fetch: function that fetches blocks to the engine's node; another group has computed these
             blocks. The function is called at most once. None if no blocks are fetched.
         source: the group from which workers on other nodes fetch blocks; used at most once. None if
@@ -148,7 +148,7 @@ class Request:
         self.fetch: FetchBlocks | None = None
         self.source: Source | None = None
         self.is_over = False
-        self.tries_grammar = False  # whether it runs before its grammar is known to be compiled
+        self.tries_grammar = False  # may run with an uncompiled grammar
         self.is_suspect = False
         self.max_total_tokens = 0
         self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens
@@ -184,8 +184,8 @@ class Request:
         self.look_up = None
 
     def num_until_stop(self, num_known: int, new: Sequence[int]) -> int | None:
-        """Return how many of the new tokens the request gets, if one of them is a stop token that
-        ends the request. Return None if no stop token ends the request.
+        """Return the number of new tokens up to the stop token that ends the request, including the
+        stop token. Return None if no stop token ends the request.
 
         Args:
             num_known: number of the request's tokens before the new tokens.

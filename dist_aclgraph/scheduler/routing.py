@@ -29,10 +29,10 @@ WORTH_OF_CACHED = 2
 def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) -> int:
     """Return the index of the group with the smallest ``waiting - WORTH_OF_CACHED * cached``.
 
-    So a group that has cached the request's prefix is chosen even if it has up to ``WORTH_OF_CACHED
-    * cached`` more waiting tokens than the group with the least load. If several groups have the
-    smallest value, the group with the most cached tokens is chosen. If several of these groups have
-    equally many cached tokens, the first of them is chosen, counting from the group ``first``.
+    So one cached token of the prompt outweighs ``WORTH_OF_CACHED`` waiting tokens. If several
+    groups have the smallest value, the group with the most cached tokens is chosen. If several of
+    these groups have equally many cached tokens, the first of them is chosen, counting from the
+    group ``first``.
 
     Args:
         waiting: number of tokens that wait at each group; at least one group.
@@ -109,8 +109,8 @@ class _Group:
 def _look_up(
     groups: Sequence[_Group], prompt: bytes, cache_salt: str
 ) -> tuple[dict[int, list[BlockHash]], list[int]]:
-    """Return a prompt's block hashes for each block size, and how many of its tokens each group has
-    cached.
+    """Return two values: the prompt's block hashes for each block size, and the number of cached
+    prompt tokens for each group.
 
     Args:
         prompt: int32 [num_prompt_tokens].
@@ -184,9 +184,7 @@ class RequestRouter:
         known.others_tokens = 0
 
     def hear(self, group: str, others_tokens: int) -> None:
-        """Set how many of the tokens that wait at a group belong to requests of other ingress
-        replicas.
-        """
+        """Set how many tokens of other ingress replicas' requests wait at a group."""
         self._groups[group].others_tokens = others_tokens
 
     def load(self, group: str) -> int:
@@ -245,15 +243,15 @@ class RequestRouter:
         *,
         may_hand_over: bool = True,
     ) -> tuple[bool, Collection[str]]:
-        """Return two values: whether a prefill group computes the prompt for another group, and the
-        groups to which the request can be sent now. If all groups have the same role, any group can
-        run the whole request.
+        """Return two values. The first value says whether a prefill group computes the prompt for
+        another group. The second value contains the groups to which the request can be sent now. If
+        all groups have the same role, any group can run the whole request.
 
         Args:
             prompt: int32 [num_prompt_tokens].
-            prefill_from: the groups that accept requests. The value of a prefill group is the
-                minimum number of uncached tokens of prompts that are sent to this group; the value
-                of all other groups is 0.
+            prefill_from: the groups that accept requests. For a prefill group, the value is a
+                minimum: the group gets only prompts with at least this number of uncached tokens.
+                For other groups, the value is 0.
         """
         prefill = [name for name, minimum in prefill_from.items() if minimum]
         others = [name for name, minimum in prefill_from.items() if not minimum]

@@ -38,7 +38,7 @@ class RowChanges:
 
     def append(self, appended: IntArray) -> None:
         """Add new tokens; ``appended`` is [n, 2], row and token id of each token."""
-        if len(self._appended):  # tokens of an earlier step that no message has sent yet
+        if len(self._appended):  # tokens of an earlier step that were not sent yet
             appended = np.concatenate([self._appended, appended])
             appended = appended[np.argsort(appended[:, 0], kind="stable")]
         self._appended = appended
@@ -68,7 +68,8 @@ class RowChanges:
 
         Args:
             cleaned: the blocks that workers set to zero before the step.
-            kept: int32 pairs, row and checkpoint; after the step, the row's state is copied to it.
+            kept: int32 pairs, row and checkpoint. After the step, the row's state is copied to the
+                checkpoint.
         """
         renewed, self._renewed = self._renewed, []
         restored = pack_ints(builder.restored) if builder.restored else b""
@@ -92,7 +93,7 @@ class RowChanges:
         )
 
     def take_tokens(self) -> bytes:
-        """Return the new tokens, int32 pairs of row and token id, and forget them."""
+        """Remove and return the collected tokens, as int32 pairs of row and token id."""
         appended, self._appended = self._appended, NO_PAIRS
         return appended.tobytes()
 

@@ -1,8 +1,8 @@
 """RunningRows: the requests that have a row on one data-parallel rank. The numbers that describe
 these requests are stored as columns of integers.
 
-The columns contain the values that change in every step. So a step needs no Python loop over
-requests.
+The columns contain the values that change in every step. NumPy updates these columns without a
+Python loop over requests.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ class Columns:
         num_recent: number of tokens that ``settle`` will add to ``Request.tokens``.
         started: number of tokens that the request had when it got the row. All later tokens were
             sampled in this row.
-        prompt_end: tokens before this position are computed in chunks. If tokens from this position
-            on must be computed again, they are computed as when they were sampled: one token in
-            each step.
+        prompt_end: tokens before this position are computed in chunks. From this position on,
+            existing tokens are computed again, one token in each step.
         limit: maximum length of prompt and output together.
         covered: number of tokens for which the request has blocks.
         next_full: value of ``computed`` at which the next block becomes full.
@@ -231,8 +230,7 @@ class RunningRows(Columns):
         self.slack[indices] -= drafts
 
     def land(self, indices: Indices, records: IntArray, passed: IntArray | None) -> None:
-        """Update the columns after a step has ended, because the step's accepted drafts are now
-        known.
+        """Update the columns for a step that has ended, and whose accepted drafts are known.
 
         Args:
             indices, records: the arguments with which ``take_off`` was called for this step.

@@ -82,9 +82,9 @@ class Scheduler:
         tp, pcp: number of ranks of a TP group, and of a PCP group. Each data-parallel rank has tp *
             pcp workers; the first worker owns the rank's output.
         choose_exchange: returns the kind of exchange that sends a step's tokens to their experts.
-        exact: if true, the shape of a token's step does not depend on other requests. In this case,
-            a step contains either a chunk of one prompt on each rank, or requests whose prompts are
-            computed. Output that another engine has sampled is computed token by token.
+        exact: if true, other requests do not change the shape of the step that computes a token. A
+            step then contains either a chunk of one prompt on each rank, or only requests whose
+            prompts are computed. Output that another engine has sampled is computed token by token.
         look_ups: looks up the files of KV blocks; None if no copies are kept.
         files: the files that each node has; None if all workers are on the engine's node.
     """
@@ -282,13 +282,13 @@ class Scheduler:
     def update(self, results: Sequence[StepResult]) -> StepOutputs:
         """Apply the results of all ranks for the oldest step in flight; return the outputs.
 
-        Results of another epoch or step are ignored. If a token was beyond the capacity of the
-        exchange between experts, the results of the step are invalid, and ``schedule()`` issues the
+        Results of another epoch or step are ignored. If the exchange between experts had no
+        capacity for a token, the results of the step are invalid. ``schedule()`` then issues the
         step again. NaN or infinite logits of a request might come from its KV blocks. So the
         request waits again, and is computed from its first token in clean blocks that no other
         request uses. If its logits are NaN or infinite a second time, the request ends. If a rank
-        had not compiled the grammar of a request, the request gets no token, and waits until all
-        ranks have compiled the grammar.
+        has not compiled the grammar of a request, the request gets no token. The request waits
+        until all ranks have compiled the grammar.
 
         Raises:
             WorkerError: the step failed on a rank, or a result does not have the expected tokens.
@@ -339,7 +339,7 @@ class Scheduler:
 
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
         """Let a request wait again if its logits are NaN or infinite for the first time. End and
-        return the other requests.
+        return requests whose logits were NaN or infinite before.
         """
         failed = []
         for request in requests:
@@ -406,8 +406,8 @@ class Scheduler:
         """Start the first waiting request on a rank; return False if no rank can start it.
 
         Criteria for the rank, in this order: longest cached prefix, fewest running requests, most
-        free blocks. On several nodes, the rank whose files were looked up is preferred among ranks
-        with equal prefixes, and requests that wait for files count as running.
+        free blocks. On several nodes, the rank that has looked up the request's files is preferred
+        among ranks with equal prefixes. Requests that wait for files then count as running.
         """
         spans_nodes = self.copies.spans_nodes
         has_rank = spans_nodes and request.look_up is not None  # other nodes have other files
@@ -420,7 +420,7 @@ class Scheduler:
                 order = (-len(shared), is_other, busy, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (_, is_other, *_, index), shared in sorted(offers):
-            # A second look-up would not help: at its end, the other rank could also be full.
+            # No look-up begins for a second rank, which could also be full after the look-up.
             if not is_other:
                 request.dp_rank = index
                 if self.ranks[index].prefixes.fetch(request, shared):
@@ -516,7 +516,7 @@ class Scheduler:
     def _output_of(
         self, rank: RankScheduler, plan: StepPlan, results: dict[int, StepResult]
     ) -> StepResult:
-        """Return the result of a data-parallel rank's first worker, which contains the tokens."""
+        """Return the result of the rank's first worker. Only this result contains tokens."""
         owner = rank.index * self._ranks_per_batch
         result = results.get(owner)
         if result is None:
@@ -543,8 +543,8 @@ class Scheduler:
     def _max_total_tokens(self, request: Request) -> int:
         """Return the maximum length of the request, counting prompt and output together.
 
-        The KV of the last token is never needed, so a request may have one token more than the
-        cache has room for. Without ``max_tokens``, the size of the cache limits the request.
+        A request can be one token longer than the cache, because the last token needs no KV.
+        Without ``max_tokens``, the size of the cache limits the request.
         """
         pool = self.ranks[0].pool
         cache = pool.num_usable * pool.block_size + 1

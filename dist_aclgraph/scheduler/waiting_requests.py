@@ -74,8 +74,8 @@ class WaitingRequests:
         )
 
     def end_fetching(self, requests: Sequence[Request]) -> int:
-        """Move each of ``requests`` that waits for files back to the queue. Return how many
-        requests were moved.
+        """If a request in ``requests`` waits for files, move the request back to the queue. Return
+        how many requests were moved.
         """
         left = [request for request in requests if request in self._fetching]
         self._fetching.difference_update(left)

@@ -31,7 +31,7 @@ OTHER_MODES: tuple[GraphMode, ...] = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 def compare(
     deployment: AssumedDeployment, group: SimulatedGroup, negotiated: NegotiatedPlan
 ) -> list[dict[str, Any]]:
-    """Return a row for each set of graphs, with padding, eager steps, and streams.
+    """Return one row for each set of graphs. A row contains padding, eager steps and streams.
 
     In a row, ``is_affordable`` says whether the ranks could capture all graphs of the set.
     ``usable`` is the number of usable streams on the rank with the fewest usable streams.
@@ -94,8 +94,8 @@ def _plans(
     for mode in OTHER_MODES:
         other = deployment.with_mode(mode)
         if other.config.graph.mode == mode != deployment.config.graph.mode:
-            # The offers of the same ranks as in ``offers``, but with streams reserved for the lazy
-            # graphs of ``mode``.
+            # These offers come from the ranks of ``offers``. In these offers, streams are reserved
+            # for the lazy graphs of ``mode``.
             asked = [other.offers[offer.rank] for offer in distinct(offers)]
             found = other.planner.negotiate(asked)
             yield f"{mode}, held", other, found.offers, found.plan

@@ -189,7 +189,7 @@ class AssumedDeployment:
     def files_per_block(self) -> int:
         """Number of files that one node has for one KV block; 0 if no copies are kept. A data
         parallel rank writes one file for each part of a block. If the workers of a data parallel
-        rank are on several nodes, the result is the number on the node with the most files.
+        rank are on several nodes, the result is the maximum over these nodes.
         """
         ranks = range(self.layout.tp * self.layout.pcp)
         nodes = [str(rank // self.config.device.npus_of_node) for rank in ranks]
@@ -207,8 +207,8 @@ class AssumedDeployment:
 
     @property
     def copied_blocks(self) -> dict[str, int]:
-        """Maps each tier's name to the number of blocks that fit in this tier of a node, with all
-        their files (``bytes_of_files``). Empty if no copies are kept. Files with checkpoints of
+        """Maps each tier's name to the number of blocks that fit in this tier of a node. A block
+        needs ``bytes_of_files`` bytes. Empty if no copies are kept. Files with checkpoints of
         recurrent states are not counted.
         """
         kv, size = self.config.kv, self.bytes_of_files

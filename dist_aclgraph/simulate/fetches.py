@@ -25,7 +25,7 @@ class _Fetch:
     """A fetch that runs or waits.
 
     Attributes:
-        names: hashes of the blocks that have arrived when the fetch ends.
+        names: hashes of the blocks that the fetch adds to the node's files.
         depth: number of blocks before the first of these blocks in the prompt.
     """
 
@@ -89,8 +89,8 @@ class SimulatedFetches:
 
 
 def _count_whole(names: Sequence[BlockHash], files: Files) -> int:
-    """Return how many of the blocks, counted from the first one, a source has. If the model has
-    recurrent state, count only up to the last block that also has a checkpoint.
+    """Return how many leading blocks a source has. If the model has recurrent state, count only up
+    to the last block that also has a checkpoint.
     """
     count = sum(1 for _ in takewhile(files.has, names))
     if files.has_state is None:

@@ -190,7 +190,7 @@ class SimulatedCopies:
 
     def advance(self, now_s: float, *, is_idle: bool) -> bool:
         """End the jobs whose end time has come, and begin the jobs that the scheduler decides now.
-        Return True if a job has ended, or if no job runs although blocks wait to be copied.
+        Return True in two cases: a job has ended, or blocks wait to be copied while no job runs.
 
         Args:
             is_idle: whether no step is in flight.

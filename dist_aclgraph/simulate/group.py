@@ -1,5 +1,5 @@
-"""The loop of one simulated lockstep group. The scheduler, the dispatcher and the code that decides
-about graph changes are the code of a real engine.
+"""The loop of one simulated lockstep group. The scheduler, the dispatcher and the rules for graph
+changes are the same as in a real engine.
 
 Three things differ from a real engine: each step takes an assumed time, captures always succeed,
 and the generated tokens are meaningless.
@@ -58,7 +58,8 @@ OnProgress = Callable[[], None]
 
 @dataclass
 class SimulatedRanks:
-    """The simulated ranks of a group. One answer stands for all ranks, and every capture succeeds.
+    """The simulated ranks of a group. One answer to a graph action represents the answers of all
+    ranks. Every capture succeeds.
 
     Attributes:
         captures, releases: number of captured graphs, and number of released graphs.
@@ -222,8 +223,8 @@ class SimulatedGroup:
         return self.scheduler.has_work or bool(self._handing_over)
 
     def take_handed_over(self) -> list[Request]:
-        """Remove and return the requests that can be handed over now, because their blocks are in
-        files, or could not be written.
+        """Remove and return the requests that can be handed over now. No block of these requests
+        waits to be written to a file.
         """
         is_ready = self.scheduler.copies.have_ended
         ready = [request for request in self._handing_over if is_ready(request)]
@@ -425,8 +426,8 @@ def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[St
     """Add probes to the offers: the costs that real ranks would measure for the calibrated budget
     model.
 
-    Later choices of buckets depend on the times of steps if the offers have probes, and otherwise
-    on the numbers of tokens.
+    With probes, buckets are later chosen by the times of steps. Without probes, buckets are chosen
+    by the numbers of tokens.
     """
     config, model = deployment.config, deployment.budget_model
     if model.name != "calibrated":

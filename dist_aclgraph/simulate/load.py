@@ -1,12 +1,12 @@
 """The load of a simulation. A load consists of batches or of requests. Batches and requests can be
 read line by line from a trace; requests can also be drawn at random.
 
-A trace is a file of JSON lines, or of CSV with a header. Each line is either
+A trace is a file of JSON lines, or of CSV with a header. Each line is one of these:
 
-- a batch, which is one step of a rank. A batch has one of these sets of columns: ``decode``, the
-  number of requests that decode; ``num_reqs`` and ``query_len``; or ``tokens``, the number of
-  tokens in a mixture of prefill and decode (if prompts are split among ranks, only the tokens of
-  one rank); or
+- a batch, which is one step of a rank. A batch has the column ``decode``, or the columns
+  ``num_reqs`` and ``query_len``, or the column ``tokens``. ``decode`` is the number of requests
+  that decode. ``tokens`` is the number of tokens in a mixture of prefill and decode. If prompts are
+  split among ranks, ``tokens`` counts only the tokens of one rank.
 - a request, with the columns ``arrival_s``, ``prompt_tokens`` and ``output_tokens``. Lines are in
   the order of arrival. If prompts share a prefix, a line also has ``shared_tokens``, the length of
   the prefix. If there are several prefixes, ``shared`` is the number of the prefix.
@@ -81,12 +81,11 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Beginnings:
-    """Prefixes that prompts share. If k prompts have the first prefix, about k / n prompts have the
-    n-th prefix.
+    """Prefixes that prompts share. The probability of the n-th prefix is proportional to 1 / n.
 
     Attributes:
         count: number of different prefixes.
-        tokens: number of tokens of each prefix. Each prompt becomes longer by this number.
+        tokens: number of tokens of each prefix. The prefix is added to the prompt's own tokens.
     """
 
     count: int

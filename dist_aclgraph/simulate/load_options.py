@@ -18,8 +18,9 @@ DEFAULT_REQUESTS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """The options of the load: either ``trace``, a file, or ``poisson``, the number of requests per
-    second that are drawn at random.
+    """The options of the load. ``trace`` is a file that contains the load. ``poisson`` is the mean
+    number of requests per second of a load that is drawn at random. Exactly one of these two
+    options is set.
 
     ``requests`` and ``seconds`` limit the load of the whole deployment. ``beginnings`` is the
     number of prefixes that drawn prompts share. If ``beginnings`` is not 0 and there are several
@@ -83,7 +84,7 @@ def draw_load(
 
     Args:
         share: fraction of the deployment's load that is drawn.
-        first: index of the first group that gets these requests.
+        first: index of the first group that gets this load; part of the random seed.
 
     Raises:
         ConfigError: the shared prefixes are too long for a prompt.

@@ -3,8 +3,8 @@ choose the group of a request, and between a deployment with copies of KV and a 
 copies.
 
 All groups run at the same time, but each has its own clock. The group whose clock shows the
-earliest time runs the next step. Before a request is sent, all groups are simulated up to the
-arrival of the request.
+earliest time runs the next step. When a request arrives, all groups are first simulated up to this
+time. Then the request is sent to a group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dist_aclgraph.simulate.load import Arrival
 
 BY_CACHE = "by what is cached and waits"
 BY_COUNT = "fewest outstanding"
-# ``RequestRouter.for_role`` with two arguments: the prompt, and ``may_hand_over``.
+# A function that is called with a prompt and ``may_hand_over``; see ``RequestRouter.for_role``.
 ChooseRole = Callable[..., tuple[bool, Collection[str]]]
 
 WITH_COPIES, WITHOUT_COPIES = "with copies", "without copies"
@@ -134,9 +134,7 @@ class RoutedLoad:
                 self._take(outputs)
 
     def _hand_over(self, group: SimulatedGroup) -> None:
-        """If this prefill group has computed a request's prompt, send the request to a decode
-        group.
-        """
+        """Send each request whose prompt this prefill group has computed to a decode group."""
         for request in group.take_handed_over():
             name = request.request_id
             coming = self._arrivals.pop(name)

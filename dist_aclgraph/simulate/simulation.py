@@ -1,5 +1,5 @@
-"""A whole simulation: it plays the load on one group for each different plan of a deployment, and
-computes the overall result.
+"""A whole simulation of a deployment. For each different plan, the load is played on one group. The
+overall result is computed from the results of these groups.
 
 Groups with equal plans get equal shares of the load. So only one of these groups is simulated, and
 this group represents the others.
@@ -35,7 +35,7 @@ from dist_aclgraph.simulate.routing import compare_copies, compare_routing
 from dist_aclgraph.simulate.tally import Shares
 from dist_aclgraph.simulate.times import StepTimes
 
-MAX_GROUPS = 8  # maximum number of simulated groups; kinds with most groups come first
+MAX_GROUPS = 8  # maximum number of simulated groups; the kinds with the most groups are chosen
 
 # A function that is called with the fraction of the load that has been played, from 0 to 1.
 OnProgress = Callable[[float], None]
@@ -216,8 +216,8 @@ def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
 
 
 def _drafts_report(stats: dict[str, int]) -> dict[str, Any]:
-    """Return the number of verifications of drafts, and the mean number of tokens that a
-    verification generates.
+    """Return how often drafts were verified, and the mean number of tokens that a request gets from
+    one verification.
     """
     verified = stats["drafts"]
     each = 1 + stats["accepted_tokens"] / verified if verified else 1.0

@@ -1,5 +1,5 @@
-"""Predicts with the budget model how many streams graphs use, on the rank with the fewest free
-streams.
+"""Predicts how many streams graphs use on the rank with the fewest free streams. The prediction
+uses the budget model.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import NegotiatedPlan
 from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
 
-# Maps a name to a number of streams. A family's name stands for the streams of its graphs, "fixed"
-# for the streams that are in use before the first capture, and "all" for the sum.
+# Maps a name to a number of streams. The value of a family's name is the number of streams of the
+# family's graphs. The value of "fixed" is the number of streams that are in use before the first
+# capture. The value of "all" is the sum.
 Held = dict[str, int]
 
 

@@ -26,7 +26,7 @@ class CopyJob(msgspec.Struct, frozen=True):
     kind: JobKind
     block_ids: bytes  # int32 [n], the copied blocks
     hashes: bytes  # [n, HASH_BYTES], names of the blocks' files
-    depths: bytes  # int32 [n], for each block, the number of blocks before it in its prompt
+    depths: bytes  # int32 [n], index of each block in its prompt
     checkpoints: bytes = b""  # int32 [k], numbers of the copied checkpoints
     state_hashes: bytes = b""  # [k, HASH_BYTES], hashes of the last blocks before the checkpoints
     # the group from which "find" fetches missing files; empty if nothing is fetched
@@ -59,11 +59,11 @@ class CopiedBlocks(msgspec.Struct, frozen=True, tag="copied"):
     """A worker's reply to ``BlockCopyJobs``.
 
     ``ended`` contains a pair for each job that has ended. The first element is the job's number.
-    The second element is the number of blocks that the job has written. For a job that reads or
-    looks up files, the second element is the number of leading blocks that were read or found.
-    ``num_read`` maps the name of each tier to the number of blocks that the worker has read from
-    this tier until now. ``fetched`` contains the fields of ``FetchCounts``; ``fetched`` is empty if
-    the worker fetches no files.
+    For a job that writes files, the second element is the number of written blocks. For a job that
+    reads or looks up files, the second element is the number of leading blocks that were read or
+    found. ``num_read`` maps the name of each tier to the number of blocks that the worker has read
+    from this tier until now. ``fetched`` contains the fields of ``FetchCounts``; ``fetched`` is
+    empty if the worker fetches no files.
     """
 
     epoch: int

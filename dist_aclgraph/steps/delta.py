@@ -80,8 +80,8 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
 
     numbers: bytes  # int32 [num_reqs]
     token_ids: bytes = b""  # int32 [num_new], the new tokens, in the order of requests
-    # int32 [num_reqs], for each request, the index in ``token_ids`` after its last token; empty if
-    # each request has one token.
+    # int32 [num_reqs], cumulative numbers of the requests' tokens; empty if each request has one
+    # token.
     ends: bytes = b""
     notes: tuple[Note, ...] = ()
     # [num_new], for each new token, its log-probabilities, or None if its request wants none. Empty
@@ -135,7 +135,7 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
             start = end
 
     def _parts(self, num_reqs: int, num_new: int) -> bool:
-        """Return whether ``ends`` is valid: it must divide all new tokens among the requests."""
+        """Return whether ``ends`` assigns each new token to exactly one request."""
         if not self.ends:
             return num_reqs == num_new
         starts = np.append(np.zeros(1, np.int32), unpack_ints(self.ends))

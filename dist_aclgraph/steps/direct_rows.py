@@ -25,8 +25,8 @@ class DirectRows:
 
     Attributes:
         query_ends: [num_rows], cumulative query lengths.
-        kv_lens: [num_rows], for each row, the number of this shard's keys to which the row's last
-            query attends; at least one.
+        kv_lens: [num_rows], the row's last query attends to this number of the shard's keys; at
+            least one.
         requests: [num_rows], for each row, the index of the request whose blocks the row reads;
             None if each row i reads the blocks of request i.
     """

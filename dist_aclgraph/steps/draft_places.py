@@ -21,7 +21,7 @@ class DraftPlaces:
 
     Attributes:
         rows, most: [S], as in ``DraftInputs``.
-        num_logits: [S], for each request, how many tokens the step samples.
+        num_logits: [S], number of tokens that the step samples for each request.
         positions: [S, k + 1]; slots: [S, 3 k]; places: [S, k + 1], indices into the step's tokens.
         behind: [S], -1 if the host knows the positions of the request. Otherwise, the request's
             row; the device increases the positions by the row's number of accepted drafts.
@@ -36,8 +36,8 @@ class DraftPlaces:
     behind: IntArray
 
     def moved(self, is_moved: npt.NDArray[np.bool_]) -> DraftPlaces:
-        """Return a copy in which ``behind`` is the request's row for each request for which
-        ``is_moved``, [S], is true.
+        """Return a copy with a new ``behind``: the request's row if ``is_moved``, [S], is true for
+        the request; otherwise -1.
         """
         return replace(self, behind=np.where(is_moved, self.rows, -1).astype(np.int32))
 
@@ -55,7 +55,7 @@ def draft_places(
         records: [num_reqs, 4], for each request: row, num_computed_tokens, num_scheduled_tokens,
             num_logits.
         block_table: [max_rows, max_blocks].
-        place: the indices in context parallelism of the rank for which slots are computed.
+        place: the indices of a rank in context parallelism. Slots are computed for this rank.
         may_draft: [max_rows], whether drafts of a row may be accepted.
     """
     query_ends = np.cumsum(records[:, 2], dtype=np.int32)

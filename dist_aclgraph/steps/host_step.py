@@ -34,15 +34,15 @@ class HostStep:
         sampled: [num_samples], indices, in the batch, of the requests that get tokens.
         sampled_rows: [num_samples], rows of these requests.
         num_logits: [num_samples], for each of these requests, how many tokens the step samples.
-        places: [num_samples * (k + 1)], indices, among the step's tokens, of the tokens after which
-            a token is sampled. If a request has fewer than k + 1 places, its last place is
+        places: [num_samples * (k + 1)], indices among the step's tokens. The step samples a token
+            after each of these tokens. If a request has fewer than k + 1 places, its last place is
             repeated.
         next_tokens: [num_tokens], for each of the step's tokens, the token after it; 0 if the host
             does not know that token. Empty if the deployment uses no drafts.
         drafts: the places from which drafting continues; None if the deployment uses no drafts.
         prompts: the facts that this rank must know about the tokens of other prefill ranks; None if
-            prompts are not split. If prompts are split, this object contains only the tokens of
-            this rank, but all requests of the step.
+            prompts are not split. If prompts are split, this ``HostStep`` contains all requests of
+            the step, but only the tokens of this rank.
     """
 
     rows: IntArray

@@ -35,8 +35,8 @@ class Lens(NamedTuple):
 class GraphLens:
     """Pads the query and KV lengths of a step to the size of a graph.
 
-    This object keeps its last result, because the same lengths are often padded twice: once when
-    the worker guesses the next step, and once when the step arrives.
+    This object keeps its last result. The worker often pads the same lengths twice: when it
+    predicts the next step, and when this step arrives.
 
     Args:
         place: the indices of this rank in context parallelism. The KV lengths that ``pad`` returns
@@ -129,13 +129,13 @@ def padding_blocks(graph: BatchDescriptor, num_tokens: int, num_reqs: int, block
 
 
 def _share(num_tokens: int, num_reqs: int) -> int:
-    """Return how many padding tokens the padding request with the most tokens has."""
+    """Return the largest number of padding tokens of one padding request."""
     return -(-num_tokens // num_reqs)
 
 
 def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> list[int]:
-    # Every padding request has as many query tokens as a live request, and its KV length counts the
-    # keys of these tokens.
+    # A padding request has as many query tokens as a live request. Its KV length is the number of
+    # these query tokens.
     missing = graph.num_reqs - len(kv_lens)
     padded: list[int] = kv_lens.tolist() + [max(graph.query_len, PADDING_KV_LEN)] * missing
     return padded

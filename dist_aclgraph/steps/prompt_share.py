@@ -22,13 +22,12 @@ class PromptShare:
         rank: the prefill rank that uses this object.
         written: [ranks * num_tokens], for each token of each rank, the slot of this rank's cache to
             which the token's KV is written. The tokens of rank 0 come first, then the tokens of
-            rank 1, and so on. If all ranks run a token, only the element that belongs to this rank
-            contains a slot.
+            rank 1, and so on. If all ranks run a token, the token has one element for each rank.
+            Only the element of this rank contains a slot.
         positions: [ranks * num_tokens], positions of the tokens to which ``written`` belongs.
         owners: [num_places], the rank that runs each place. A place is a token of the step after
             which a token is sampled.
-        landings: [num_places], for each place, the index of its token in that rank's list of
-            tokens.
+        landings: [num_places], index of each place among the tokens of the rank in ``owners``.
     """
 
     split: PromptSplit
@@ -43,8 +42,8 @@ def share_prompts(step: HostStep, num_ranks: int, rank: int) -> HostStep:
     """Return one rank's share of a step, or the step itself if no prompt is long enough to be
     split.
 
-    The share is a step with all requests, but only the tokens that ``rank`` runs. If another rank
-    runs a token after which the step samples, the index of this token in ``places`` is 0.
+    The share is a step with all requests, but only the tokens that ``rank`` runs. In ``places``,
+    the index of a token that another rank runs is 0.
     """
     if num_ranks == 1 or not len(step.rows):
         return step

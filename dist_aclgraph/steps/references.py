@@ -2,9 +2,9 @@
 
 The *latest tokens* are one array of int32 on the device. The reference ``i - num_latest`` means
 element i of this array, like a negative index in Python. Without drafts, the array contains the
-tokens that the last step has sampled, in the order of its batch. With drafts, the array is ordered
-by row, because drafts are kept for more than one step: first the k drafts of each row, then the
-last token of each row.
+tokens that the last step has sampled, in the order of its batch. With drafts, the array contains
+first the k drafts of each row, and then the last token of each row. The array is ordered by row,
+because drafts are kept for more than one step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dist_aclgraph.arrays.packing import aligned
 
 
 def first_last(k: int, num_rows: int) -> int:
-    """Return the index of the first last token in the array of latest tokens: the last token of row
-    0. In this array, the drafts of all rows come first.
+    """Return the index of row 0's last token in the array of latest tokens. In this array, the
+    drafts of all rows come first.
     """
     return aligned(num_rows * k)
 

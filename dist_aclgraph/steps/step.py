@@ -75,7 +75,7 @@ class RowStart(msgspec.Struct, frozen=True):
     """A request that begins or resumes in ``row``; the worker drops the row's earlier contents."""
 
     row: int
-    token_ids: bytes  # int32 [num_tokens], the prompt; after a preemption, also the output
+    token_ids: bytes  # int32 [num_tokens], the prompt and the existing output
     block_ids: bytes  # int32 [num_blocks], the blocks of these tokens, in order
     sampling: RowSampling
 
@@ -98,7 +98,7 @@ class RankBatch(msgspec.Struct, frozen=True):
     """
 
     scheduled: bytes  # int32 [num_reqs, 4]
-    appended: bytes = b""  # int32 [k, 2]: row, token id sampled in an earlier step
+    appended: bytes = b""  # int32 [k, 2]: row and token id of tokens from earlier steps
     blocks: bytes = b""  # int32 [k, 3]: row, index in the block table, block id
     started: tuple[RowStart, ...] = ()
     cleaned: bytes = b""  # int32 [k], block ids
@@ -144,9 +144,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     Every rank replays ``graph``, even a rank without work. If ``graph`` is None, the step runs
     eagerly. ``exchange`` is the exchange that sends tokens to their experts; None if no token needs
     to be sent. Each number in ``largest`` is the maximum of this number over all ranks. If no full
-    graph is replayed, ranks that share experts pad their steps to this size. If a bucket has graphs
-    for several KV lengths, ``largest`` determines which graph is replayed. All ranks replay the
-    same graph.
+    graph is replayed, ranks that share experts pad their steps to the size ``largest``. If a bucket
+    has graphs for several KV lengths, ``largest`` determines which graph is replayed. All ranks
+    replay the same graph.
     """
 
     epoch: int
@@ -235,13 +235,13 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     says why requests have failed. ``unmasked`` lists the requests whose tokens are meaningless,
     because this rank had not compiled their grammars yet. ``compiling`` lists the rows whose
     grammars this rank is compiling. ``embeddings`` contains the embedding of each request that asks
-    for one, float32 [hidden]: the hidden state after the final norm. ``waited_us`` says how long
-    the worker waited for this result after enough work of the next step was queued; 0 if no further
-    step was queued. If the worker measures its host time, ``timings_us`` contains the host's time
-    in each stage, from the plan's arrival to the result. ``overlapped_us`` contains the host's time
-    for work that delays no step: work while the device is busy, and work between two steps.
-    ``counted`` contains the number and the bytes of the step's collectives, if the device counts
-    them.
+    for one, float32 [hidden]: the hidden state after the final norm. ``waited_us`` is the time
+    between two events: enough work of the next step was queued, and this result was read.
+    ``waited_us`` is 0 if too little work of the next step was queued. If the worker measures its
+    host time, ``timings_us`` contains the host's time in each stage, from the plan's arrival to the
+    result. ``overlapped_us`` contains the time that the host works while the device is busy, or
+    between two steps. This work delays no step. ``counted`` contains the number and the bytes of
+    the step's collectives, if the device counts them.
     """
 
     epoch: int
@@ -269,8 +269,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Tells workers that no step follows immediately, so that they send the result of the last step
-    without waiting for another step.
+    """Tells workers that no step follows immediately. The workers then send the result of the last
+    step without waiting for another step.
 
     Without this message, workers with two steps in flight send a result only after the next step is
     queued.
