@@ -93,14 +93,14 @@ def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
     for name, value in asked.items():
         if value is not None:
             os.environ.setdefault(name, value)
-    # HCCL prefers an address to interfaces. So no address is set if the user has selected
-    # interfaces.
+    # If the user has selected interfaces, no address is set, because HCCL would use the address and
+    # ignore the interfaces.
     if address is not None and "HCCL_SOCKET_IFNAME" not in os.environ:
         os.environ.setdefault("HCCL_IF_IP", address)
 
 
 def set_hccl_buffsize(mb: int) -> None:
-    """Set the buffer size of all HCCL communicators that have no separate buffer size.
+    """Set the buffer size of all HCCL communicators whose options contain no buffer size.
 
     torch_npu reads the variable once, when this process creates its first communicator.
     """
@@ -123,8 +123,8 @@ def sourced_cann() -> Path | None:
 
 
 def sourced_parts() -> dict[str, Path | None]:
-    """Return the paths of the parts of CANN that torch_npu requires. The keys are the names of the
-    parts.
+    """Return a mapping from the names of the parts of CANN that torch_npu requires to the parts'
+    paths.
 
     CANN's set-up scripts set the paths. A path is None if no script has set it.
     """
@@ -195,7 +195,7 @@ def state_directory() -> Path:
 
 
 def launch_blocking() -> bool:
-    """Return whether the environment makes every launch wait for the device, for debugging."""
+    """Return whether ASCEND_LAUNCH_BLOCKING makes the host wait for the device at every launch."""
     return os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
 
 
@@ -216,14 +216,12 @@ def is_soft_partition() -> bool:
 
 
 def ray_address() -> str | None:
-    """Return the Ray cluster that the environment names, e.g. ``auto`` on a node of a cluster."""
+    """Return the value of RAY_ADDRESS, e.g. ``auto`` on a node of a cluster; None if not set."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
 def may_use_ray_token() -> bool:
-    """Return whether a Ray that this process starts may require a token. False if the user's
-    RAY_AUTH_MODE forbids tokens.
-    """
+    """Return false if the user's RAY_AUTH_MODE forbids tokens; Ray then starts without a token."""
     return os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
 
 
@@ -236,20 +234,22 @@ def gcs_wait_s() -> float:
     """Return the time in seconds for which a cluster's nodes wait for an absent control store
     (GCS).
 
-    Call this before ``prepare_ray_environment``, which sets a longer wait for this process.
+    Call this before ``prepare_ray_environment``, which changes the variable that this function
+    reads.
     """
     return float(os.environ.get(GCS_WAIT_VARIABLE) or GCS_WAIT_S)
 
 
 def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> None:
-    """Before Ray starts, set variables whose defaults are unsuitable, unless the user has set them.
+    """Set Ray's variables whose defaults are unsuitable. Call this before Ray starts. Variables
+    that the user has set keep their values.
 
     Args:
         is_local: whether this package starts Ray, or has started it. The settings of any other
             cluster are not changed.
         waits_for_gcs: whether calls to Ray wait while Ray's control store (GCS) does not answer, so
-            that another process can restart the store. Calls that wait do not report that Ray has
-            died, so this process must detect Ray's death in another way.
+            that another process can restart the store. A waiting call does not report that Ray has
+            died. This process must detect Ray's death in another way.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -258,18 +258,19 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
     os.environ.setdefault(GCS_WAIT_VARIABLE, "3600" if waits_for_gcs else "10")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
-        # A client of Ray can run any code, so Ray listens on loopback only. In spite of the
-        # variable's name, the value 0 forbids clusters of several machines on all systems, also on
-        # Linux. Ray also requires a token, unless the user has set RAY_AUTH_MODE.
+        # A client of Ray can run any code, so Ray listens on loopback only. The value 0 of this
+        # variable forbids clusters of several machines on every system, although the variable's
+        # name lists only Windows and OSX. Ray also requires a token, unless the user has set
+        # RAY_AUTH_MODE.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        # The limit is long, because a worker may have to wait for cores or for the fork server.
-        # This package has a separate limit for this wait.
+        # Time limit for the start of a worker process. The limit is long, because a worker may have
+        # to wait for cores or for the fork server. This package has a separate limit for this wait.
         os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
         # On a busy machine, Ray's agents need more than the default of 15 s to start. After the
         # default time, the node manager would abort.
         os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
-        # Disables Ray's memory monitor. If host memory is short, the monitor would end our actors,
-        # even if another program uses the memory.
+        # Disables Ray's memory monitor. If another program uses too much host memory, the monitor
+        # would end actors of this package.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
         # Disables Ray's task events, which no code reads. Every heartbeat is a task, so the events
         # would fill the memory of the control store and of the dashboard's agent.
@@ -278,7 +279,7 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
         os.environ.setdefault("RAY_maximum_gcs_destroyed_actor_cached_count", "1000")
         os.environ.setdefault("RAY_maximum_gcs_dead_worker_cached_count", "1000")
         # Disables Ray's metrics. The dashboard's agent would keep the metrics of each process that
-        # has ended. A local Ray serves its metrics at a random port, so no program reads them.
+        # has ended. No program reads the metrics of a local Ray, because their port is random.
         os.environ.setdefault("RAY_enable_metrics_collection", "0")
         # With this period, a daemon that hangs is noticed after 12 to 42 s.
         os.environ.setdefault("RAY_health_check_period_ms", "2000")

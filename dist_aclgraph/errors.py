@@ -27,8 +27,8 @@ DistAclGraphError
       RayDiedError        the Ray that was started for a deployment has died
   RollError               a group could not be replaced; says what each group runs now
 
-Ray pickles errors to send them to other processes. So that pickling works, each error passes its
-fields to ``Exception.__init__``.
+Ray pickles errors to send them to other processes. Each error passes its fields to
+``Exception.__init__``, because pickling requires this.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from typing import Literal
 
 # the reasons why a device refused a call
 FailureCause = Literal["streams", "memory", "operator", "timeout"]
-# The reasons why a device has stopped. stopped: it was told to stop. link: a link failed. remote:
-# perhaps another rank failed. retry: HCCL's retries failed. suspect: memory may be faulty. uce:
-# memory is faulty, and its use is unknown. uce_kv: only memory of the KV cache is faulty.
-# uce_tensor: memory of certain tensors is faulty. ecc: memory lost several bits at once. operator:
-# a kernel failed.
+# The reasons why a device has stopped. stopped: the host stopped the device. link: a link failed.
+# remote: perhaps another rank failed. retry: HCCL's retries failed. suspect: memory may be faulty.
+# uce: memory is faulty, and it is unknown which data the memory contains. uce_kv: only memory of
+# the KV cache is faulty. uce_tensor: memory of certain tensors is faulty. ecc: memory lost several
+# bits at once. operator: a kernel failed.
 DeviceFault = Literal[
     "stopped",
     "link",
@@ -124,7 +124,7 @@ class DeviceError(DistAclGraphError):
 
 
 class StreamExhaustedError(DeviceError):
-    """No stream is left for another graph. CANN reports this by the codes 207008 and 207005, or by
+    """No stream is left for another graph. CANN's message contains the code 207008 or 207005, or
     the words "sq cq".
     """
 
@@ -214,7 +214,7 @@ class InvalidParameterError(RequestError):
 
 
 class UnusableToolError(InvalidParameterError):
-    """For some tools of a request, no grammar can be made from the schemas of their arguments.
+    """A request has tools whose argument schemas cannot be converted to a grammar.
 
     Attributes:
         tools: names of these tools. The message describes the first of these tools.
@@ -247,7 +247,7 @@ class GrammarError(DistAclGraphError):
 
 
 class NotAMessageError(DistAclGraphError):
-    """Bytes from one of our sockets are not a message that we sent."""
+    """Bytes from a socket of this package are not a message of this package."""
 
 
 class EngineUnavailableError(DistAclGraphError):
@@ -259,7 +259,7 @@ class EngineDeadError(EngineUnavailableError):
 
 
 class RayDiedError(EngineDeadError):
-    """The Ray that was started for a deployment has died, so the deployment has died, too."""
+    """A deployment has died, because the Ray that was started for the deployment has died."""
 
 
 class QueueFullError(EngineUnavailableError):

@@ -1,6 +1,4 @@
-"""The only rule about token ids: an id is the index of a row of the embedding, from 0 to vocab_size
-- 1.
-"""
+"""Checks token ids: an id is the index of a row of the embedding, from 0 to vocab_size - 1."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def check_deployment(config: Config) -> Config:
     """Choose the device, and return the configuration with this device. Raise an error if a
     deployment cannot start.
 
-    The files of weights are checked too, because a deployment loads the weights.
+    The check includes the files of weights.
 
     Raises:
         DeviceError: this machine has fewer NPUs than the ranks need.

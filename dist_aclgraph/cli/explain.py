@@ -49,8 +49,9 @@ def _of_one_start(found: dict[int, tuple[int, RecordedSteps]]) -> list[RecordedS
     """Return the recordings of the last deployment, in rank order. All recordings in ``found`` are
     of groups with the same number.
 
-    Several deployments may have used the folder, and each deployment numbers its groups from 0. The
-    ranks of a later deployment begin to record after the last record of an earlier deployment.
+    Several deployments may have used the folder, and each deployment numbers its groups from 0. A
+    recording whose last record is older than the start of the newest recording belongs to an
+    earlier deployment.
     """
     newest_ns = max(began_ns for began_ns, _ in found.values())
     return [

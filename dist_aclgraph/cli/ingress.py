@@ -42,7 +42,7 @@ def serve_http(
         beat: a function that the event loop calls every second or two. Its argument says whether
             the API is open. Until the API opens, the process only listens, and answers 503.
         link: link to the process that keeps clients' connections open after the death of an
-            ingress. With None, the connections close when this process dies.
+            ingress. If ``link`` is None, the connections close when this process dies.
         replica: index of this ingress among the ingresses of the service.
 
     Raises:
@@ -114,7 +114,7 @@ def _serve(
         state.close()
         asker.close()
         owner.close()
-    # If all groups have failed, the owner notices this without a message from this process, and
+    # This process sends no message to the owner: the owner notices the failure of all groups, and
     # ends the service.
     if not _is_over(life, END_S if failure else None) and failure:
         raise failure

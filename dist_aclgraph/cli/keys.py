@@ -54,14 +54,15 @@ def render_keys() -> str:
     return "\n".join([INTRODUCTION, *_render(Config, ""), options + REFUSED_HEAD + refused])
 
 
-# If this package has other names for more than four values of an option, the page does not list
-# these names, but only shows the option's note.
+# The page lists at most four renamed values of an option. If an option has more renamed values, the
+# page shows only the option's note.
 MAX_WORDS = 4
 
 
 def _options() -> Iterator[tuple[str, str]]:
     """Yield two texts for each option of vLLM. The first text lists the option's flags. The second
-    text has our key, our names for the values that vLLM names differently, and the option's note.
+    text has this package's key, this package's names for values with another name in vLLM, and the
+    option's note.
     """
     for name, option in OPTIONS.items():
         flags = ", ".join(f"`{_flag(each)}`" for each in (name, *option.short))

@@ -20,8 +20,8 @@ def _path() -> Path:
 
 
 def keep_report(name: str, report: Mapping[str, Any]) -> None:
-    """Replace the stored report by a deployment's new report. If the new report cannot be stored,
-    raise no error.
+    """Store the report of a new deployment in place of the previous report. If the report cannot be
+    stored, raise no error.
 
     Args:
         name: name of the served model.

@@ -3,7 +3,7 @@
 Slow imports are inside the functions of the commands.
 
 A user's mistake ends a command with one sentence on stderr and exit code 2. Any other failure ends
-it with one sentence on stderr and exit code 1.
+a command with one sentence on stderr and exit code 1.
 """
 
 from __future__ import annotations
@@ -269,9 +269,9 @@ def roll(
     """Replace the groups of a running deployment, one after another, with groups of another
     configuration.
 
-    No request fails, because old groups finish their requests. Some values must not change, because
-    ingresses have already read them: the seed, the model, and the overrides, names, task and
-    sampling defaults of the model. Changes of the keys of serve have no effect.
+    No request fails, because old groups finish their requests. Ingresses have already read some
+    values, which must not change: the seed; the model; and the model's overrides, names, task and
+    sampling defaults. Changes of the keys of serve have no effect.
     """
     with _user_errors():
         from rich.console import Console

@@ -53,16 +53,17 @@ def _known_arguments(args: Sequence[str]) -> Iterator[str]:
     """Yield the arguments in the form that the command declares, without the options that have no
     effect.
 
-    An option with several values is yielded several times, each time with one value. Options that
-    set single keys of a mapping (``--compilation-config.cudagraph_mode NONE``) are joined into one
-    option, which is yielded last.
+    An option with several values is yielded several times, each time with one value. An option can
+    set one key of a mapping (``--compilation-config.cudagraph_mode NONE``). All such options of a
+    mapping are joined into one option, which is yielded last.
 
     Raises:
-        ConfigError: no key of our configuration corresponds to an option.
+        ConfigError: this package's configuration has no key for an option.
     """
     left = deque(args)
     parts: dict[str, dict[str, Any]] = {}
-    # If the model followed an option's values, the model would be read as one more value.
+    # An option reads several values only if the model is the first argument. Otherwise the option
+    # could read the model as one more value.
     is_model_first = bool(args) and not args[0].startswith("-")
     while left:
         argument = re.sub(r"^-O(?=\d)", "-O=", left.popleft())  # -O3
@@ -147,7 +148,8 @@ def _dashed(name: str) -> str:
 
 
 def with_model_options(*, serves: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add vLLM's options to a command, which gets the options' values as its argument ``options``.
+    """Add vLLM's options to a command. The command's argument ``options`` contains the options'
+    values.
 
     Args:
         serves: whether the command starts an HTTP service. If false, the command accepts the

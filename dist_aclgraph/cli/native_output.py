@@ -15,9 +15,9 @@ STDERR = 2
 def native_output_in(path: Path) -> Iterator[None]:
     """Within this context, native libraries write their stderr to a file.
 
-    Otherwise the terminal would show the stack traces that Ray's library prints while the library
-    cannot reach the cluster. Python still writes to the terminal. Processes that are started within
-    the context also write to the file.
+    For example, Ray's library prints stack traces while the library cannot reach the cluster.
+    Python still writes to the terminal. Processes that are started within the context also write to
+    the file.
 
     Raises:
         OSError: the file cannot be written.

@@ -58,7 +58,7 @@ def open_service(config: Config) -> Iterator[Opened]:
             the configuration does not fit the model.
         DeviceError: the NPUs of this machine cannot be used.
         ModelError: the model cannot be served.
-        MissingPackageError: the packages of ``serve.traces`` are not installed.
+        MissingPackageError: the key ``serve.traces`` needs packages that are not installed.
     """
     replicas = [config.serve.of_replica(index) for index in range(config.serve.replicas)]
     if len(replicas) > 1 and not config.recovery.keep_answers:

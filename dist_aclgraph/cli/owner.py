@@ -66,8 +66,8 @@ def own_deployment(
         heartbeat: the heartbeat that this process sends while the deployment starts and serves.
         restarts: a copy of the supervisor's budget for restarts of owners, made when this owner
             started; None if there is no supervisor. With a supervisor, a signal during the start
-            ends this process at once, because the supervisor ends the processes that this process
-            has started.
+            ends this process at once. The supervisor then ends the processes that this process has
+            started.
 
     Raises:
         RayDiedError: the Ray that was started for the deployment has died. The caller may start a
@@ -150,8 +150,8 @@ def _started(
                 answers.progress = f"the deployment is being started: {progress}"
                 show(progress)
 
-            # If the service has served before, its Ray may be starting again, so this process waits
-            # for Ray.
+            # After an earlier deployment of this service, Ray may still be starting again. In this
+            # case, this process waits for Ray.
             waits_for_ray = heartbeat.served_before
             running = start(config, on_progress=report, waits_for_ray=waits_for_ray)
     except (_Stopping, KeyboardInterrupt, SystemExit):  # Ray's handler of SIGTERM raises SystemExit
@@ -169,8 +169,8 @@ def _started(
     finally:
         answers.progress = "the deployment is being ended"
         answers.running = None
-        # Without Ray, no actor can be stopped in an orderly way, and each attempt takes seconds.
-        # Instead, the supervisor of this process ends the actors' processes.
+        # If Ray has died, no actor can be stopped in an orderly way, and each attempt to stop an
+        # actor takes seconds. Instead, the supervisor of this process ends the actors' processes.
         if has_ray:
             running.shut_down()
 
@@ -203,7 +203,9 @@ def _watch(
 
 
 def _announced(config: Config, running: Deployment) -> bool:
-    """Print how clients reach the service; return whether the controller has answered."""
+    """Print how clients reach the service. Return false if the controller does not answer; then
+    nothing is printed.
+    """
     try:
         report = running.report()
     except DistAclGraphError:
@@ -267,7 +269,7 @@ class _IngressAnswers:
         except RayDiedError as e:
             return Outlook(progress=str(e))
         except DistAclGraphError as e:
-            # Ignore the error if the deployment is being stopped.
+            # If the main thread has begun to stop the deployment, the error is ignored.
             return Outlook(failure=str(e)) if self.running is running else self.outlook()
 
 

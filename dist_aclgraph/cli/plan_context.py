@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.simulate.deployment import AssumedDeployment
 
-COMPARED_TOKENS = 32768  # a plan says how many requests of this length (in tokens) fit
+COMPARED_TOKENS = 32768  # length in tokens of the requests that the plan counts
 
 
 def layout_in_words(sizes: Mapping[str, int]) -> str:

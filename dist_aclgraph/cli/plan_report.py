@@ -40,8 +40,8 @@ CHOSEN, ALL_SIZES, UNIFORM = "chosen", "all sizes", "as many, evenly by index"
 
 
 def plan_report(config: Config) -> dict[str, Any]:
-    """Return the graphs that the deployment would capture, and the reasons for them, as values for
-    JSON.
+    """Return a JSON value that contains the graphs that the deployment would capture, and the
+    reasons for these graphs.
 
     Raises:
         ConfigError: the model's directory has no checkpoint, the model's sizes do not fit the
@@ -296,8 +296,8 @@ def _print_terms(terms: list[dict[str, Any]], console: Console) -> None:
 
 
 def _alike(entries: list[dict[str, Any]], *numbers: str) -> Iterator[tuple[Any, ...]]:
-    """Merge entries that differ only in the keys ``numbers``. Yield each merged entry, and, for
-    each of these keys, all of its values as a short text.
+    """Merge entries that differ only in the keys ``numbers``. Yield each merged entry, and a short
+    text for each of these keys. The text lists all values of the key.
 
     So the entries of thousands of ranks become a few lines.
     """
@@ -372,8 +372,8 @@ def _plan_entry(config: Config, group: int, plan: GraphPlan) -> dict[str, Any]:
 def _chosen_entry(
     family: GraphFamily, wanted: GraphFamily, weights: Mapping[int, float]
 ) -> dict[str, Any]:
-    """Return a family's chosen buckets, and how much padding the traffic needs with each of three
-    sets of buckets.
+    """Return a family's chosen buckets, and the fraction of padding of each of three sets of
+    buckets.
 
     The sets are: the chosen buckets, all sizes, and evenly spaced sizes.
     """

@@ -75,7 +75,7 @@ class StartProgress:
             words = f"{words} ({report.part})"
         if self._bar is not None:
             if words != self._words:
-                # A bar's total cannot be removed, so each state has its own bar.
+                # Each state has a new bar, because a bar's total cannot be removed.
                 self._bar.remove_task(self._task)
                 self._task = self._bar.add_task(words, total=None, counted="", detail="")
             self._bar.update(

@@ -46,7 +46,7 @@ def run(
 
 
 def _started(config: Config, signals: Signals) -> LLM:
-    """Start a deployment. A signal interrupts the start, and the work inside this context."""
+    """Start a deployment. A signal interrupts the start, and the caller's code in this context."""
     with StartProgress(Console(stderr=True)) as show:
 
         def stop() -> None:

@@ -35,8 +35,9 @@ from dist_aclgraph.serve.http.open_files import allow_connections
 from dist_aclgraph.serve.resume.holder import HolderLink
 
 log = logging.getLogger(__name__)
-# An owner that sends no heartbeat for this time is killed. While the owner waits for an answer of
-# its controller, it sends no heartbeat. ``SILENT_S`` is longer than the time limit of this wait.
+# An owner that sends no heartbeat for this time is killed. The owner sends no heartbeat while the
+# owner waits for an answer of the controller. ``SILENT_S`` is longer than the time limit of this
+# wait.
 SILENT_S = 30.0
 END_S = 180.0  # seconds that the deployment may take to stop after draining
 

@@ -26,8 +26,9 @@ class Signals:
     def __init__(self) -> None:
         self.received = 0
         self.on_first: Callable[[], None] | None = None
-        # Not a threading.Event: a handler can interrupt a wait that holds the event's lock, and
-        # ``set`` would then block forever. A write to a file descriptor does not block.
+        # A handler can interrupt ``wait``. If ``wait`` used a threading.Event, it could hold the
+        # event's lock, and the handler's ``set`` would block forever. A write to an eventfd does
+        # not block.
         self._came = os.eventfd(0)
 
     def __enter__(self) -> Signals:

@@ -159,7 +159,7 @@ def _routing(rows: list[dict[str, Any]]) -> Table:
 def _copies(rows: list[dict[str, Any]]) -> Table:
     """Return a table. For each tier of KV copies (host memory, disk), a column has the fraction of
     prompt tokens whose KV was read from this tier. A token whose KV was fetched from another node
-    counts in the column of its tier, and in the column of fetched tokens.
+    counts in two columns: the column of the tier, and the column of fetched tokens.
     """
     tiers = sorted({tier for row in rows for tier in row["loaded_share"]}, reverse=True)
     fetched = ["fetched from other nodes"] if any(row["fetched_share"] for row in rows) else []

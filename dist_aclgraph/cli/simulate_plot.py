@@ -15,7 +15,7 @@ PADDING, EAGER, STEPS = "tab:orange", "tab:blue", "0.6"
 
 
 def plot_simulation(report: dict[str, Any], path: Path) -> None:
-    """Draw the first simulated group. Most other groups behave like this group.
+    """Draw the first simulated group, as an example of all groups.
 
     Raises:
         ConfigError: no step ran, or the file cannot be written.

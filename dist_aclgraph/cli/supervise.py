@@ -4,9 +4,10 @@ The supervisor replaces a process that is killed or hangs, and an ingress that f
 unforeseen error. A failed start is tried again after a pause.
 
 A shell, a container or a service manager sends signals to a whole process group. Ray's daemons must
-not be in this group (``own_process_group``). The leader of a group cannot leave its group. The
-supervisor may be a leader, so it does not start Ray. If an owner is killed, the processes that it
-has started become children of the supervisor, and the supervisor ends them.
+not be in this group (``own_process_group``). The leader of a group cannot leave the group. The
+supervisor may be the leader. Therefore another process starts Ray. If an owner is killed, the
+processes that the owner has started become children of the supervisor. The supervisor ends these
+processes.
 """
 
 from __future__ import annotations
@@ -110,12 +111,13 @@ class Supervisor:
         self._ingresses = [
             _Ingress(each, SharedHeartbeat(silent_s), make_backoff()) for each in serve_http
         ]
-        # Supervisor and owner hold the write end, so the pipe closes only when both have ended.
+        # The supervisor and the owner have the write end of this pipe. The pipe closes when both
+        # have ended.
         self._life, self._life_end = os.pipe()
         self._pid = self._owner = 0  # process ids of the supervisor and of the owner
         self._owner_due_s = 0.0  # time of the next start; inf means never
-        # Children that this process had before it became the supervisor, for example if a shell
-        # replaced itself by this program (exec).
+        # Children that this process had before ``run``. For example, a shell starts children, and
+        # then this program replaces the shell (exec).
         self._strangers: set[int] = set()
         self._next_look_s = 0.0
         self._is_stopping = False
@@ -154,9 +156,9 @@ class Supervisor:
         if time.monotonic() >= self._next_look_s:
             self._next_look_s = time.monotonic() + self._look_s
             self._look()
-        # If this process was stopped and continued during the wait, Python returns uninitialised
-        # memory: any number, or the signal of an earlier wait. Handling a signal twice does no
-        # harm.
+        # This process may have been stopped and continued during the wait. Then Python returns
+        # uninitialised memory: any number, or the signal of an earlier wait. Handling a signal
+        # twice does no harm.
         if received is None or received.si_signo not in WAITED:
             return None
         if received.si_signo == signal.SIGIO:
@@ -316,7 +318,8 @@ class Supervisor:
                 processes.kill_all(running)
             else:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.1)
-                # A connection ends only after the supervisor and the ingress have closed it.
+                # A connection stays open until both the supervisor and the ingress have closed the
+                # connection.
                 self._take_in()
 
     def _running_ingresses(self) -> set[int]:
@@ -356,8 +359,8 @@ class Supervisor:
                     code = 0
                 except BaseException as e:
                     code = _code_of(e)
-                # If this process did not block signals, a signal that is sent to the whole group
-                # would arrive twice: once from its sender, and once from the supervisor.
+                # A signal to the whole process group can arrive twice: from the sender and from the
+                # supervisor. The second signal is blocked here.
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -384,7 +387,7 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
         os.close(self._life_end)
         link = ingress.holder.become_link(end)
-        self._close_holders()  # so that this ingress keeps no connections of others open
+        self._close_holders()  # this ingress must not keep connections of other ingresses open
         ingress.serve_http(self._life, ingress.heartbeat.beat, link)
 
 

@@ -47,7 +47,7 @@ class CollectivePlace:
 
     @property
     def code(self) -> int:
-        # EMBEDDING is -1, so layer + 2 is at least 1, and no place has the code 0.
+        # The layer is at least -1 (EMBEDDING). The sum layer + 2 is positive, so that no code is 0.
         stage = (self.draft_pass << _LAYER_BITS | self.layer + 2) << _PART_BITS | self.part
         number = min(self.number, MAX_NUMBER)
         code: int = (stage << _NUMBER_BITS | number) << _KINDS_BITS | KINDS.index(self.kind)

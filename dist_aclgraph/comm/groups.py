@@ -29,7 +29,8 @@ _reduce_scatter = getattr(dist, installed_line().reduce_scatter)
 
 @dataclass(eq=False)
 class CommGroup:
-    """Ranks that communicate with each other. A layer keeps this object until the layer is deleted.
+    """Ranks that communicate with each other. A layer uses the same object until the layer is
+    deleted; see ``become``.
 
     Attributes:
         ranks: the members as ranks of the lockstep group, in group order.
@@ -122,12 +123,12 @@ class RankGroups:
     Attributes:
         tp: ranks among which each layer is split.
         ep: ranks among which the experts are divided, each expert as a whole. If each expert is
-            split among the ranks of ``tp`` instead, this group has one member.
+            split among the ranks of ``tp``, the group ``ep`` has one member.
         mc2: a second group with the ranks of ``ep``, for operators that communicate inside their
             kernel; None if no such operator is used.
         pcp: ranks that share the computation of prompts.
-        dcp: ranks that share the KV cache of a request. A rank's index in this group is the index
-            of its shard of the cache.
+        dcp: ranks that share the KV cache of a request. The rank with index i in this group has
+            shard i of the cache.
         dp_rank: index of the data-parallel batch that this rank runs.
     """
 
@@ -178,9 +179,9 @@ def join_lockstep_group(
         rank: rank inside the lockstep group.
         size: number of members of the lockstep group.
         timeout_s: maximum time for joining, in seconds.
-        meeting: the socket that listens at ``rendezvous``; only for rank 0 with a TCP
-            ``rendezvous``. torch owns the socket after this call. A socket that torch opened itself
-            would listen at every address of the machine.
+        meeting: the socket that listens at ``rendezvous``; None unless this is rank 0 and
+            ``rendezvous`` is a TCP address. torch owns the socket after this call. Without this
+            socket, torch would listen at every address of the machine.
         buffer_mb: see ``make_groups``.
 
     Raises:
@@ -259,8 +260,8 @@ def make_groups(
             reached.
     """
     if mc2_buffer_mb is not None:
-        # This call sets the environment variable HCCL_BUFFSIZE, because some releases of MC2's
-        # operators ignore the buffer size in the options of a process group.
+        # Some releases of MC2's operators ignore the buffer size in the options of a process group.
+        # These releases read HCCL_BUFFSIZE, which this call sets.
         set_hccl_buffsize(mc2_buffer_mb)
     handles: dict[tuple[int, ...], Any] = {}
     shared = len(layout.domains) - len(layout.mc2_domains)

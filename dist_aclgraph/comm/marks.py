@@ -2,8 +2,8 @@
 
 Each collective has a place (pass, layer and part), and each place has a code. Before a collective,
 the device copies the code of its place to memory of the host. A captured graph contains these
-copies, so the host does not launch them again at a replay. The host can read the code of this place
-even while another thread of the host waits for the device.
+copies; at a replay, the host launches no copies. A thread of the host can read the last copied code
+even while another thread waits for the device.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class CollectiveMarks:
         """
 
     def begin_pass(self, first_layer: int) -> None:
-        """Set the pass of the next collectives. If ``first_layer`` is 0, a pass through the
-        decoder's layers begins; otherwise the next pass through the next-token module begins.
+        """Set the pass to which the next collectives belong. If ``first_layer`` is 0, a pass
+        through the decoder's layers begins. Otherwise the next pass through the next-token module
+        begins.
         """
 
     def enter(self, layer: int, part: int) -> None:

@@ -1,7 +1,8 @@
-"""The names and properties of the chips that plans support, and a comparison of CANN versions.
+"""The names and properties of the chips that plans support, and a function that compares CANN
+versions.
 
-The sizes of memory are the totals that torch reports; driver and firmware use the rest of a chip's
-memory.
+A chip's memory size in this module is the total that torch reports. Driver and firmware use the
+rest of the chip's memory.
 Source: logs in public issues of vllm-ascend. In the logs, a die of 64 GB has at least
 65,452,113,920 bytes (some dies have a few MiB more), and an Ascend910B4 has 29.50 GiB.
 """
@@ -28,7 +29,7 @@ class ChipFamily(NamedTuple):
     node_npus: int
 
 
-# A chip belongs to the first family whose prefix is the beginning of the chip's name.
+# A chip belongs to the first family in this list whose prefix matches the chip's name.
 CHIP_FAMILIES = (
     ChipFamily("Ascend910B4-1", "A2", DIE_64_GB_MB, 8),
     ChipFamily("Ascend910B4", "A2", DIE_32_GB_MB, 8),
@@ -50,8 +51,9 @@ def generation_of(chip: str) -> str:
 
 def is_cann_before(cann: str, *version: int) -> bool:
     """Return whether the CANN version ``cann`` is older than ``version``. An unknown version ("")
-    counts as older, because older versions have stricter limits. A release candidate such as
-    8.5.RC1 is treated like 8.5.0, as in the emulator (``cann_before`` in ``target.h``).
+    counts as older: the stricter limits of older versions are safe for every version. A release
+    candidate such as 8.5.RC1 is treated like 8.5.0, as in the emulator (``cann_before`` in
+    ``target.h``).
     """
     numbers = re.match(r"([0-9]*)\.?([0-9]*)\.?([0-9]*)", cann)
     assert numbers is not None, "an empty text matches"

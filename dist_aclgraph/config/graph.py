@@ -21,8 +21,8 @@ BudgetModelName = Literal[
 # modes in which decode steps have separate graphs
 DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
-# Largest weight of a batch size in ``traffic``. With larger weights, the sum of all weights would
-# lose the small weights, or become infinite.
+# Largest weight of a batch size in ``traffic``. With larger weights, rounding would remove small
+# weights from the sum of all weights, or the sum would become infinite.
 MAX_WEIGHT = 1e15
 
 

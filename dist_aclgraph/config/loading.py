@@ -38,8 +38,8 @@ from dist_aclgraph.vllm_options import (
 
 MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML would need seconds for larger texts
 MAX_SHOWN_ERRORS = 5
-# Matches an address with one slash too, because a Path replaces the two slashes of an address by
-# one slash.
+# The pattern requires only one slash after the colon, because Path converts ``https://`` to
+# ``https:/``.
 _ADDRESS = re.compile(r"[a-z][a-z0-9+]+:/")
 _OF_HUB = re.compile(r"(?:https?:/+[^/]+/(?:models/)?|hf:/+)([\w.-]+/[\w.-]+)")
 MODEL_FILE, CONFIG_SUFFIXES = "config.json", (".yaml", ".yml", ".json")
@@ -50,11 +50,12 @@ def load_config(source: str | Path, overrides: Mapping[str, Any] | None = None) 
 
     If the working directory has no ``configs/x.yaml``, the package's file of this name is read. A
     relative path in the key ``model`` is looked up first in the working directory, then in the
-    parent of the file's folder: in ``a/configs/x.yaml``, ``models/y`` means ``a/models/y``.
+    parent of the file's folder. For example, the path ``models/y`` in the file ``a/configs/x.yaml``
+    can mean ``a/models/y``.
 
     Args:
-        source: path of a YAML file, or a model's directory or hub name. For a model, all other keys
-            have their defaults.
+        source: path of a YAML file, or a model's directory or hub name. If ``source`` is a model,
+            all keys except ``model`` have their defaults.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
@@ -94,8 +95,7 @@ def load_with_options(
         overrides: maps dotted keys to values. An override takes precedence over an option.
 
     Raises:
-        ConfigError: no key of our configuration corresponds to an option, or a value is not
-            allowed.
+        ConfigError: the configuration has no key for an option, or a value is not allowed.
     """
     keys = as_overrides(options) | dict(overrides or {})
     config = load_config(source, keys)
@@ -120,7 +120,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
         ConfigError: the message names each bad key, its value and the allowed values.
     """
     values = _lists_to_tuples(dict(raw))
-    if "model_overrides" in raw:  # lists in this value stay lists, as in config.json
+    if "model_overrides" in raw:  # these lists do not become tuples, because config.json has lists
         values["model_overrides"] = raw["model_overrides"]
     try:
         return Config.model_validate(values)
@@ -192,7 +192,7 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
         # The section is copied, because the caller's section must not change.
         child = node[parent] = dict(child or {})
         node = child
-    # A key of decimal digits is a rank, so it becomes an integer.
+    # A key of decimal digits is a rank or a batch size; both are integers.
     node[int(last) if last.isdecimal() else last] = value
 
 
@@ -213,8 +213,8 @@ class _Loader(yaml.SafeLoader):
 def _read_yaml(text: str) -> Any:
     """Return the value of a YAML text.
 
-    Each alias counts as a copy of its value, because a few lines of aliases can stand for more
-    values than fit in memory.
+    The limit on the number of values counts an alias as a copy of the alias's value. Otherwise a
+    few lines of aliases could stand for more values than fit in memory.
 
     Raises:
         ValueError: the text is not YAML, or contains too many values.

@@ -17,5 +17,7 @@ class Section(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _without_keys(cls, value: Any) -> Any:
-        """Replace null by an empty section; YAML reads a section with only comments as null."""
+        """Replace null by an empty section. YAML returns null for a section that contains only
+        comments.
+        """
         return {} if value is None else value

@@ -66,8 +66,8 @@ class TimeoutConfig(Section):
         """Time, in seconds, for which the device waits in a collective for other ranks.
 
         The engine reports a rank as lost after the time limit of a step. In a collective, the other
-        ranks must wait longer than this limit. Otherwise these ranks would fail first, and the
-        engine would report them as the cause.
+        ranks must wait longer than this limit. Otherwise the waiting ranks would fail first, and
+        the engine would report the waiting ranks as the cause.
         """
         return math.ceil(self.step_s + self.link_s)
 
@@ -185,8 +185,8 @@ class Config(Section):
 
     @property
     def has_decode_graphs(self) -> bool:
-        """Whether decode batches have separate graphs. If drafts are configured, only these graphs
-        propose drafts; graphs of mixed batches do not.
+        """Whether decode batches have separate graphs. If drafts are configured, graphs of decode
+        batches propose drafts; graphs of mixed batches do not.
         """
         mode = self.graph.mode
         return mode in DECODE_MODES or (mode == "FULL" and self.speculative.num_tokens > 0)
@@ -314,8 +314,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Config:
-        # A step must have enough tokens for all running requests. Otherwise the newest requests
-        # would never run.
+        # The limit of tokens in a step must be large enough for all running requests. Otherwise the
+        # newest requests would never run.
         limits, drafts = self.scheduler, self.speculative.num_tokens
         if limits.max_num_batched_tokens < limits.max_num_seqs * (drafts + 1):
             with_drafts = f" x (1 + speculative.num_tokens {drafts})" if drafts else ""

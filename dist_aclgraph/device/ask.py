@@ -1,5 +1,5 @@
-"""Reads the properties of an NPU of this machine in a short-lived child process. So the process
-that makes a plan, and Ray's driver process, open no device.
+"""Reads the properties of an NPU of this machine in a short-lived child process. Only the child
+process opens the device: planning processes and Ray's driver process open no device.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class NpuFacts:
     Attributes:
         soc: name of the chip.
         cann: version of CANN, e.g. 9.1.0; "" if CANN does not report it.
-        memory_mb: the total memory of the device, not its free memory, because a plan may be made
-            for a device that is in use now.
+        memory_mb: the total memory of the device. The free memory is not used: while a plan is
+            made, other programs may use the device.
     """
 
     soc: str

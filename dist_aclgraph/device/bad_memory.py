@@ -1,7 +1,7 @@
-"""Device memory with errors that the hardware cannot correct (UCE): CANN's list, and the repair.
+"""Lists and repairs device memory with errors that the hardware cannot correct (UCE).
 
-A repair replaces the memory at the faulty addresses, so its contents are lost. CANN lists addresses
-without the size of their pages, so this module assumes the largest page size for all ranges.
+A repair replaces the memory at the faulty addresses, so its contents are lost. CANN's list does not
+contain page sizes. This module assumes the largest page size for all ranges.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import NamedTuple
 from dist_aclgraph.device.kind import DeviceKind
 from dist_aclgraph.errors import DeviceError
 
-# CANN's MAX_MEM_UCE_INFO_ARRAY_SIZE. This is large enough, because CANN records at most 20
-# addresses per device.
+# CANN's MAX_MEM_UCE_INFO_ARRAY_SIZE. CANN records at most 20 addresses per device.
 MAX_RANGES = 128
 RESERVED_WORDS = 14  # UCE_INFO_RESERVED_SIZE
 NOT_SUPPORTED = 207000  # ACL_ERROR_RT_FEATURE_NOT_SUPPORT: the driver is too old
@@ -86,9 +85,9 @@ class BadMemory:
         """Repair the faulty memory, and verify the repair. All tasks must be aborted before the
         call.
 
-        Older versions of torch_npu repair memory in ``restart_device``. Newer versions leave the
-        repair to their caller if CANN has ``aclrtRepairError`` and the chip is older than
-        Ascend950. So this method calls CANN's repair function itself.
+        This method calls CANN's repair function, because only older versions of torch_npu always
+        repair memory in ``restart_device``. Newer versions leave the repair to the caller if CANN
+        has ``aclrtRepairError`` and the chip is older than Ascend950.
 
         Raises:
             DeviceError: some memory stays faulty.

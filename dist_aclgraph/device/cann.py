@@ -17,7 +17,7 @@ _LOAD = "import ctypes, sys\nfor name in sys.argv[1:]: ctypes.CDLL(name)"
 
 
 def load_problem() -> str:
-    """Return the reason why torch_npu cannot load CANN; "" if it can.
+    """Return the reason why torch_npu cannot load CANN; "" if torch_npu can load CANN.
 
     The libraries are loaded in a child process, because loading them starts threads and opens
     devices.

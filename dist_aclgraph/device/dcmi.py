@@ -33,7 +33,7 @@ class _PcieInfo(ctypes.Structure):
 
 
 def pci_addresses() -> list[str]:
-    """Return the address of each NPU in the order of their ids, e.g. 0000:c1:00.0.
+    """Return the PCI addresses of the NPUs, e.g. 0000:c1:00.0, in the order of the NPUs' ids.
 
     Returns:
         An empty list if the driver does not report the addresses.

@@ -22,17 +22,17 @@ log = logging.getLogger(__name__)
 def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = ask_npu) -> Config:
     """Return a copy of ``config`` in which the device is decided. The kind ``auto`` is replaced by
     the kind of device that this machine has. For NPUs, ``device.soc``, ``cann`` and ``memory_mb``
-    are read from the first NPU of this machine, unless the configuration sets them. Plans assume at
-    least as many NPUs on each node as this machine has.
+    are read from the first NPU of this machine, unless the configuration sets them. If this machine
+    has n NPUs, plans assume at least n NPUs on each node.
 
-    If no NPU answers, these three keys stay null, and plans assume documented values. The missing
-    answer is an error only if ranks start on this machine.
+    If no NPU answers, ``soc``, ``cann`` and ``memory_mb`` stay null, and plans assume documented
+    values. The missing answer is an error only if ranks start on this machine.
 
     Args:
         use: the purpose of the configuration: a plan without ranks, ranks on this machine, or ranks
             on the nodes of a Ray cluster. In a cluster, the kind stays ``auto`` if this node has no
-            NPU. Then each rank decides for its own node, and a group refuses ranks with different
-            kinds of devices.
+            NPU. Each rank then chooses the kind of its own node. A group refuses ranks with
+            different kinds of devices.
         ask: see ``ask_npu``.
 
     Raises:

@@ -1,8 +1,8 @@
 """Access to the emulated NPU, which is the package ``npu_emulator`` in ``emulator/``. This module
 converts the errors of ``npu_emulator`` to errors of dist_aclgraph.
 
-``python -m dist_aclgraph.device.emulator`` builds the emulated libraries. With ``run -- COMMAND``,
-this command runs a program on the emulated NPU.
+``python -m dist_aclgraph.device.emulator`` builds the emulated libraries. ``python -m
+dist_aclgraph.device.emulator run -- COMMAND`` runs a program on the emulated NPU.
 """
 
 from __future__ import annotations

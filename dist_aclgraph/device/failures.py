@@ -20,9 +20,9 @@ from dist_aclgraph.errors import (
     WorkerStartTimeoutError,
 )
 
-# CANN's codes of exhausted resources. 207008 is ACL_ERROR_RT_NO_STREAM_RESOURCE, raised when a
-# capture begins. 207005 is ACL_ERROR_RT_RESOURCE_ALLOC_FAIL, with the text "new capture stream
-# failed". 207001 is ACL_ERROR_RT_MEMORY_ALLOCATION.
+# CANN's codes of exhausted resources. 207008 is ACL_ERROR_RT_NO_STREAM_RESOURCE; a capture that
+# cannot begin has this code. 207005 is ACL_ERROR_RT_RESOURCE_ALLOC_FAIL, with the text "new capture
+# stream failed". 207001 is ACL_ERROR_RT_MEMORY_ALLOCATION.
 _STREAM_WORDS = re.compile(
     r"\b(207008|207005)\b|stream resource|sq cq|capture stream failed|"
     r"insufficient_stream_resources",
@@ -32,7 +32,8 @@ _MEMORY_WORDS = re.compile(r"\b207001\b|out of (device )?memory", re.IGNORECASE)
 _TIMEOUT_WORDS = re.compile(r"\b(507046|107020)\b|time(d)? ?out", re.IGNORECASE)
 
 # A code of ACL, or a reason in CANN's text, says why a device stopped. torch_npu's NPUException.h
-# lists both. In torch_npu's messages, the code follows the words "error code is".
+# lists the codes and the reasons. In torch_npu's messages, the code follows the words "error code
+# is".
 _CODE = re.compile(r"error code is (\d+)")
 _REASON = re.compile(r"reason=\[?([\w -]+)")
 _FAULT_OF_CODE: dict[int, DeviceFault] = {
@@ -64,8 +65,8 @@ def device_fault(error: BaseException) -> DeviceFault | None:
     """Return why the device stopped. Return None if the error names no cause, or if the device did
     not stop.
 
-    If CANN's text contains both a reason and a code, the code is ignored, because it may only
-    describe the call that failed.
+    If CANN's text contains both a reason and a code, the code is ignored: the code may describe the
+    failed call, and not the cause.
     """
     text = str(error)
     for reason in _REASON.findall(text):
@@ -85,7 +86,7 @@ def fault_of_code(code: int) -> DeviceFault | None:
 
 
 def classify(error: BaseException) -> FailureCause:
-    """Return the cause of an error. For our own errors, the type determines the cause. For
+    """Return the cause of an error. For errors of this package, the type determines the cause. For
     torch_npu's errors, CANN's codes and words in the message determine the cause.
     """
     if isinstance(error, StreamExhaustedError):

@@ -1,8 +1,8 @@
 """Transfers between the memory of two processes with HIXL, CANN's Python package ``hixl``.
 
-CANN demands that all calls of an engine use the ACL context in which the engine was initialized. So
-one thread makes all calls of an engine. A transfer that has failed may still write to memory until
-``disconnect`` has returned.
+CANN demands that all calls of an engine use the ACL context in which the engine was initialized.
+Therefore one thread makes all calls of an engine. A transfer that has failed may still write to
+memory until ``disconnect`` has returned.
 """
 
 from __future__ import annotations

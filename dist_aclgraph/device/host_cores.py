@@ -1,12 +1,11 @@
 """Chooses the CPU cores on which the rank of each NPU runs. The cores are near the NPU.
 
-Every rank reads the same files of the kernel, and computes the same division of the host's cores
-among the host's NPUs. So ranks get disjoint cores without communication. Ranks in different
+Ranks choose disjoint cores without communication: every rank reads the same files of the kernel,
+and computes the same division of the host's cores among the host's NPUs. Ranks in different
 containers also get disjoint cores, because in a container the kernel's files show the NPUs of the
-whole host. A rank is bound only if it may use all cores of the host. If some containers had fewer
-cores, their ranks would divide another set of cores, and two ranks could choose the same core.
-While a deployment is idle, the cores of its NPUs stay reserved. This module was not tested on a
-host with NPUs.
+whole host. A rank is bound only if it may use all cores of the host. With fewer cores, a rank would
+compute another division, and two ranks could choose the same core. While a deployment is idle, the
+cores of its NPUs stay reserved. This module was not tested on a host with NPUs.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ def share_cores(
     """Return disjoint sets of cores, one set for the rank of each NPU. If a NUMA node has too few
     cores, the sets of all NPUs of this node are empty.
 
-    The NPUs of a NUMA node share the node's cores. On each NUMA node, some cores stay free for the
-    processes that use no NPU (engine, controller, ingress): about the number of cores that one NPU
-    gets. If the NUMA node of at least one NPU is unknown, all cores are treated as the cores of one
-    node.
+    The NPUs of a NUMA node share the node's cores. On each NUMA node, about as many cores as one
+    NPU gets stay free. The free cores are for the processes that use no NPU (engine, controller,
+    ingress). If the NUMA node of at least one NPU is unknown, the function treats the host as a
+    single NUMA node.
 
     Args:
         node_of_core: NUMA node of each core that the ranks may use.
@@ -122,7 +121,8 @@ def all_cores() -> dict[int, int]:
 
 
 def own_addresses() -> list[str]:
-    """Return the PCI address of each NPU of this machine or container, in the order of their ids.
+    """Return the PCI addresses of the NPUs of this machine or container, in the order of the NPUs'
+    ids.
 
     Raises:
         NotBoundError: the addresses are unknown; or two NPUs have the same address, and would get
@@ -159,7 +159,7 @@ def addresses_on_host(addresses: Sequence[str]) -> list[str]:
 
 
 def _model_of(function: Path) -> str:
-    """Return vendor and device id of a PCI function; "" if the kernel does not show them."""
+    """Return vendor and device id of a PCI function; "" if the kernel does not show both ids."""
     try:
         return (function / "vendor").read_text() + (function / "device").read_text()
     except OSError:

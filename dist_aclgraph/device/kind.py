@@ -32,7 +32,7 @@ def resolve_kind(kind: Literal["auto", "npu", "emulated"]) -> DeviceKind:
     """Return ``kind``; for ``auto``, return the kind of device that this machine has.
 
     Raises:
-        DeviceError: ``npu`` was requested and this machine has none.
+        DeviceError: ``kind`` is ``npu``, and this machine has no NPU.
     """
     if kind == "emulated":
         return "emulated"
@@ -57,7 +57,7 @@ def is_emulated_here(kind: Literal["auto", "npu", "emulated"]) -> bool:
 def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | bool]:
     """Return the emulator's settings for one world rank."""
     emulated = config.emulator
-    # The emulator gets enough devices for the largest id that this process may use.
+    # The number of emulated devices is larger than each id that this process may use.
     devices = max(DEVICES_OF_A_MACHINE, 1 + max(visible_devices() or (0,)))
     settings: dict[str, str | int | bool] = {
         "devices": devices,

@@ -2,8 +2,8 @@
 
 Stopping a device removes its queued work, but the device still runs work that is launched after the
 stop. That work would use inputs whose copies were aborted, and could, for example, write to the KV
-cache slots of an earlier step. So the thread that stops the device first waits until no thread
-launches work. From then on, no thread can launch work until the device works again.
+cache slots of an earlier step. Before a thread stops the device, this thread waits until no other
+thread launches work. Then no thread can launch work until the device works again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ STOPPED = "the device was stopped: nothing is launched before it works again"
 
 
 class LaunchGate:
-    """A lock, called the gate. The thread that launches work holds this lock, except while the
-    thread waits for the device.
+    """A lock, called the gate. A thread holds this lock while the thread launches work. The thread
+    releases the lock before a wait for the device.
     """
 
     def __init__(self) -> None:

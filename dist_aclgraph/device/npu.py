@@ -108,10 +108,10 @@ class Npu:
         return f"NPU {self.name}"
 
     def available_streams(self) -> int:
-        """Number of streams that can still be created on this device, as CANN counts them.
+        """CANN's count of the streams that can still be created on this device.
 
         If CANN is too old to count streams, this is the number of streams of an unused device. In
-        this case, only a capture that fails shows the real limit.
+        this case, the real limit is unknown until a capture fails.
         """
         try:
             query = self._acl.aclrtGetStreamAvailableNum
@@ -128,9 +128,8 @@ class Npu:
         capture.
 
         This method does not use torch_npu's allocator, because the allocator does not recover from
-        a capture that cannot begin. The number of free streams alone does not show whether a
-        capture can begin: with software queues, CANN does not count the resources that captures
-        use.
+        a capture that cannot begin. The test is necessary even if streams are free: with software
+        queues, CANN does not count the resources that captures use.
 
         Raises:
             RuntimeError: a capture cannot begin; the message contains CANN's code.
@@ -157,8 +156,8 @@ class Npu:
         """
         before = self.available_streams()
         if before == 0:
-            # No stream is free for the test capture, so we assume the usual result: CANN counts
-            # graphs.
+            # The test capture needs a free stream. Without a free stream, the usual result is
+            # returned.
             return True
         return self.try_capture(stream) < before == self.available_streams()
 
@@ -203,9 +202,9 @@ class Npu:
         error.
 
         Do not call this in the thread that works with the device. After the stop, no thread can
-        launch work until ``restart``. torch_npu's call waits without a time limit and holds
-        Python's global lock meanwhile. So a C thread (of ``faulthandler``) ends the process if the
-        stop takes longer than ``timeout_s``.
+        launch work until ``restart``. torch_npu's function has no time limit, and holds the GIL
+        while the device stops. If the stop takes longer than ``timeout_s``, a C thread (of
+        ``faulthandler``) ends the process.
 
         Raises:
             DeviceError: the device cannot be stopped.
@@ -227,9 +226,8 @@ class Npu:
     def restart(self, *, resumes_groups: bool = True) -> None:
         """Make a stopped device work again.
 
-        Memory, graphs, and the handles of streams and events are unchanged. Three things are
-        undefined: the output of aborted tasks, the state of events in graphs, and the contents of
-        memory that was faulty and is now repaired.
+        Memory, graphs, and the handles of streams and events are unchanged. The output of aborted
+        tasks, the state of events in graphs, and the contents of repaired memory are undefined.
 
         Args:
             resumes_groups: whether the communicators of this process are resumed. If true, the
@@ -242,7 +240,7 @@ class Npu:
         with translated("restarting the device"):
             runtime().restart_device(0)
             self._bad_memory.repair()
-            if resumes_groups:  # The call resumes the communicators of all groups of this process.
+            if resumes_groups:  # ``reinit_process_group(None)`` resumes all communicators.
                 torch_npu().distributed.reinit_process_group(None, False)
         self._acl.aclrtGetLastError(THREAD_LEVEL)
         self._gate.open()
@@ -283,8 +281,8 @@ class Npu:
 
 
 def load_torch_npu(kind: DeviceKind) -> None:
-    """Load torch_npu without opening a device. In processes that are forked later, ``open_npu`` is
-    fast, because torch_npu is already loaded.
+    """Load torch_npu without opening a device. A process that is forked after this call has
+    torch_npu already, so that ``open_npu`` is fast.
 
     Raises:
         EmulatorBuildError: the emulator cannot be built.
@@ -333,7 +331,7 @@ def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) ->
 
 @contextmanager
 def translated(doing: str) -> Iterator[None]:
-    """Convert torch_npu's RuntimeErrors to our error types."""
+    """Convert torch_npu's RuntimeErrors to error types of this package."""
     try:
         yield
     except (RuntimeError, torch.OutOfMemoryError) as e:
@@ -354,7 +352,7 @@ class GraphPool:
     """The memory that all graphs of this process share.
 
     When the last graph of a pool is released, torch_npu frees the pool, and then refuses the pool's
-    handle. So the next capture gets a new handle.
+    handle. After the last release, ``remove_graph`` creates a new handle.
     """
 
     def __init__(self) -> None:
@@ -362,7 +360,7 @@ class GraphPool:
         self._num_graphs = 0
 
     def memory(self) -> PoolMemory:
-        """Return the sizes of the pool, as torch_npu's allocator counts them."""
+        """Return the sizes of the pool, from the counts of torch_npu's allocator."""
         segments = [
             segment
             for segment in runtime().memory_snapshot()
@@ -385,9 +383,8 @@ class GraphPool:
 def release_failed_capture(pool: Any) -> None:
     """Release the memory of a capture that CANN has refused to end.
 
-    torch_npu raises CANN's error before its allocator records the end of the capture, and ``reset``
-    does nothing for the graph of such a capture. So without this call, the pool would never release
-    the memory.
+    Without this call, the pool would never release the memory: torch_npu's allocator has not
+    recorded the end of the capture, and ``reset`` does nothing for the graph of such a capture.
 
     Args:
         pool: handle of the capture's pool.
@@ -426,8 +423,8 @@ def ai_cpu_operators(graph: Any) -> dict[str, int]:
             # NPUGraph's own method is not called, because it also writes a second, readable file.
             super(runtime().NPUGraph, graph).debug_dump(file.name)
         lines = Path(file.name).read_text().splitlines()
-    # Each line describes one task. The lines are parsed one by one, because the whole file is not
-    # always valid JSON: if the last stream has no task, the file ends with a comma.
+    # Each line describes one task. The lines are parsed one by one. The whole file is not valid
+    # JSON if the last stream has no task, because the file then ends with a comma.
     tasks = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
     names = [task["name"] for task in tasks if task["args"]["Task Type"] == "KERNEL_AICPU"]
     return dict(Counter(name for name in names if not name.startswith(HCCL_KERNELS)))

@@ -2,7 +2,8 @@
 
 When torch's allocator frees pinned memory from which the device has copied, a destructor records an
 event. On a failed device, recording an event raises an error, and an error in a destructor ends the
-process. A group whose process has ended cannot be resumed. Therefore this memory is never freed.
+process. A group whose process has ended cannot be resumed. To avoid these errors, this memory is
+never freed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class _Part:
     """A part of the pinned memory.
 
     Attributes:
-        is_left: whether this part is full, so that later arrays are written to other parts. If
-            true, the event ``sent`` was recorded after the last copy from this part to the device.
+        is_left: whether this part is full. If true, the event ``sent`` was recorded after the last
+            copy from this part to the device.
     """
 
     def __init__(self, sent: Any) -> None:
@@ -79,8 +80,8 @@ class Staging:
         return room.view(source.dtype).view(source.shape).copy_(source)
 
     def _go_on(self) -> None:
-        """Go to the next part of the memory. If the device has not read the contents of this part
-        yet, add a new part, or wait if there are ``MAX_PARTS`` parts.
+        """Go to the next part of the memory. If the device has not yet read the next part, add a
+        new part. If there are already ``MAX_PARTS`` parts, wait for the device.
         """
         left = self._parts[self._index]
         left.sent.record(self._stream)

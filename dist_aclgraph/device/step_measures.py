@@ -35,7 +35,7 @@ class Stopwatch:
 
     Attributes:
         stages: host time of each stage of a step, from the plan's arrival to the result.
-        beside: for each kind of work that belongs to no stage, its host time since the last report.
+        beside: host time, since the last report, of each kind of work that belongs to no stage.
             Such work runs at the same time as a step, or between two steps.
         on_lap: called with the name of each stage that has ended, even if the stopwatch is
             disabled.
@@ -65,7 +65,7 @@ class Stopwatch:
         return duration_us
 
     def lap_of(self, stages: dict[str, float], stage: str) -> None:
-        """Add the time since the last lap to the stage ``stage`` of another step. ``stages``
+        """Add the time since the last lap to the time of ``stage`` in another step. ``stages``
         contains that step's times.
         """
         own, self.stages = self.stages, stages
@@ -101,8 +101,8 @@ class UpdateWait:
     tasks.
 
     Only the emulator measures this time exactly. On hardware, the value is the time between the two
-    events of ``ReplaySpan``. It is an upper bound, because the device also computes between these
-    events.
+    events of ``ReplaySpan``. This value is an upper bound, because the device also computes between
+    these events.
     """
 
     def __init__(self, is_counted: bool) -> None:
@@ -118,8 +118,8 @@ class UpdateWait:
         return ReplaySpan(begin, end)
 
     def end(self, span: ReplaySpan, update_stream: Any, num_behind: int) -> None:
-        """Call this after the step's updates were queued. ``num_behind`` is the number of updates
-        that were queued after the replay.
+        """Call this after the step's updates were queued. ``num_behind`` is the number of these
+        updates that were queued after the replay.
         """
         span.has_updates = num_behind > 0
         if span.has_updates and not self._is_counted:
@@ -145,8 +145,8 @@ class UpdateWait:
 
 class DeviceCounts:
     """The emulator's counts of a step; hardware reports no counts. The emulator counts collectives,
-    and the bytes that collectives receive from other ranks. If the emulator models time, it also
-    counts the device's busy time, and its idle time for each cause.
+    and the bytes that collectives receive from other ranks. If the emulator models time, the counts
+    include the device's busy time, and the device's idle time for each cause.
     """
 
     def __init__(self, is_counted: bool) -> None:
@@ -158,8 +158,8 @@ class DeviceCounts:
         self.read_and_reset()
 
     def read_and_reset(self) -> dict[str, int]:
-        """Return the counts since the last call. If the device has already begun the next step,
-        some counts belong to that step.
+        """Return the counts since the last call. If the device has already begun the next step, the
+        result includes counts of the next step.
         """
         if not self._is_counted:
             return {}

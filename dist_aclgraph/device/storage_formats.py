@@ -20,8 +20,8 @@ NZ_ROWS = 16  # number of rows of a block
 def to_fractal_nz(weight: Tensor) -> Tensor:
     """Return a copy of the matrices in FRACTAL_NZ. Each matrix is padded with zeros to full blocks.
 
-    Do not call this during a capture, because before CANN 9.1, CANN's graph engine makes the copy,
-    and the engine's work cannot be captured.
+    Do not call this during a capture. Before CANN 9.1, CANN's graph engine makes the copy. The
+    engine's work cannot be captured.
 
     Args:
         weight: [..., rows, columns], contiguous.
@@ -30,7 +30,8 @@ def to_fractal_nz(weight: Tensor) -> Tensor:
         DeviceError: CANN or torch_npu cannot make the copy.
     """
     # Without this option, torch_npu leaves the tensor in the format ND. The option is set only
-    # during this call, because it lets some operators choose the formats of their results.
+    # during this call, because the option also lets some operators choose the formats of their
+    # results.
     config = runtime().config
     config.allow_internal_format = True
     try:

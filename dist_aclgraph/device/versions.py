@@ -36,8 +36,8 @@ class VersionLine:
     reduce_scatter: str = "reduce_scatter_tensor"
 
 
-# Sources for CANN 9.1.0: vllm-ascend (commit 182b75e) uses torch_npu 2.10.0.post4.
-# COMPATIBILITY.en.md of Ascend/pytorch lists torch_npu 2.12.0 as the newest version.
+# Sources of the torch_npu versions for CANN 9.1.0: vllm-ascend (commit 182b75e) uses torch_npu
+# 2.10.0.post4. COMPATIBILITY.en.md of Ascend/pytorch lists torch_npu 2.12.0 as the newest version.
 LINES = {
     "2.10": VersionLine("2.10.0", "2.10.0.post4"),
     "2.12": VersionLine("2.12.0", "2.12.0"),
@@ -56,8 +56,8 @@ DEFAULT = "2.13"  # ``make`` installs this series if the variable NPU does not n
 def installed_name() -> str:
     """Return the release series of the installed torch, or ``DEFAULT`` if it is unknown.
 
-    The release series is unknown if torch is missing or has an unknown version;
-    ``dist-aclgraph doctor`` refuses both cases.
+    The release series is unknown if torch is missing or has an unknown version; ``dist-aclgraph
+    doctor`` reports both cases as faults.
     """
     try:
         version = importlib.metadata.version("torch")

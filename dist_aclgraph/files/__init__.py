@@ -1,1 +1,1 @@
-"""Reads and creates this package's files and folders, except its code."""
+"""Finds, reads and creates files and folders: models, keys, logs and shipped files."""

@@ -20,7 +20,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DESCRIPTIONS = ("*.json", "*.jinja", "tiktoken.model", "tokenizer.model")
 WEIGHTS = ("*.safetensors",)
 MAIN_BRANCHES = {"huggingface": "main", "modelscope": "master"}
-# Patterns of files that are not downloaded, because they contain the same weights in other formats.
+# Patterns of files that are not downloaded, for example weights in other formats.
 # Two kinds of files in subfolders are downloaded: chat templates (additional_chat_templates), and
 # the JSON files of an embedding model's modules. The name of a module's folder begins with a digit
 # (1_Pooling).
@@ -29,13 +29,13 @@ UNUSED = ("[!0-9]*/*.json", "*/*.safetensors", "consolidated*")
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
     """Return the configuration with the directory of its model. If the model is on a hub, download
-    it first.
+    the model first.
 
-    A local directory at the path ``model`` has priority over a model of this name on the hub.
-    Clients of the API use the name on the hub.
+    A local directory at the path ``model`` has priority over a model of this name on the hub. The
+    API's default name of a downloaded model is the name on the hub.
 
     Args:
-        weights: whether the files of weights are downloaded, too.
+        weights: whether the files of weights are downloaded.
 
     Raises:
         MissingPackageError: the client of ModelScope is not installed.

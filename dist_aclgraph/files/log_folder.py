@@ -1,8 +1,8 @@
 """The folder for the log files that one run of a service writes on this node.
 
 Each process holds a shared lock on a file in its folder until the process ends. When a new folder
-is created, old folders whose lock is free are removed. A folder without a lock file is not removed,
-because another program has made it. Under Ray Serve, many processes may use a folder one after the
+is created, old folders whose lock is free are removed. A folder without a lock file belongs to
+another program, and is not removed. Under Ray Serve, many processes may use a folder one after the
 other. Only the newest files of ended processes stay in the folder.
 """
 
@@ -102,7 +102,7 @@ def _sweep_files(folder: Path) -> None:
 
 
 def last_change_s(path: Path) -> float:
-    """Return the time of a file's or folder's last change; 0 if another process has removed it."""
+    """Return the time of the last change of a file or folder; 0 if ``path`` does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -11,7 +11,7 @@ INSIDE = PACKAGE / "shipped"  # the folder of a wheel to which setup.py copies t
 
 
 def is_installed() -> bool:
-    """Return whether this package was installed from a wheel; false in a git clone."""
+    """Return true in an installation from a wheel, and false in a git clone."""
     return INSIDE.is_dir()
 
 
@@ -19,6 +19,7 @@ def shipped(name: str) -> Path:
     """Return the path of the folder ``configs``, ``models`` or ``emulator``, or a path in one of
     them.
 
-    In a clone, these folders are beside the package. In a wheel, they are inside the package.
+    In a clone, these folders are beside the package. In a wheel, these folders are inside the
+    package.
     """
     return (INSIDE if is_installed() else PACKAGE.parent) / name

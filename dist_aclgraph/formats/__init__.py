@@ -1,1 +1,1 @@
-"""How models write reasoning and calls of tools, and the grammars of such answers."""
+"""Formats in which models write reasoning and tool calls, and grammars for these formats."""

@@ -1,4 +1,4 @@
-"""The format of answers: derived from the checkpoint's template, or named by the configuration."""
+"""Finds the format of a model's answers in the checkpoint's template or in the configuration."""
 
 from __future__ import annotations
 

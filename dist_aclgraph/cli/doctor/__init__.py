@@ -1,1 +1,1 @@
-"""``dist-aclgraph doctor`` checks the parts that a machine needs to serve, and prints remedies."""
+"""``dist-aclgraph doctor`` checks whether a machine can serve models, and prints remedies."""

@@ -20,7 +20,7 @@ from dist_aclgraph.cli.doctor.rdma_links import ping_failures
 from dist_aclgraph.config import Config
 
 TIMEOUT_S = 120.0  # long, because a busy node needs time to start a process and to load CANN
-PORTS_OF_A_GROUP = 4  # number of ports of a group, not counting its port for KV blocks
+PORTS_OF_A_GROUP = 4  # number of ports of a lockstep group, without the port for KV blocks
 MAX_PORTS = 128  # maximum number of ports that are tried in one range
 
 
@@ -77,8 +77,8 @@ def examine_nodes(probes: NodeProbes, config: Config | None) -> list[Finding]:
 def rdma_targets(node: str, first_npus: Mapping[str, str]) -> list[str]:
     """Return the RDMA addresses that a node pings: the addresses of the next two nodes.
 
-    The nodes form a ring: the first node follows the last node. So each node gets pings from two
-    nodes, and the number of pings grows only linearly with the number of nodes.
+    The nodes form a ring: the first node follows the last node. Each node sends pings to two nodes,
+    so the number of pings grows only linearly with the number of nodes.
     """
     names = sorted(first_npus)
     if node not in first_npus:

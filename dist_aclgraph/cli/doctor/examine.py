@@ -1,4 +1,4 @@
-"""``dist-aclgraph doctor`` lists the parts that this machine has or lacks, with remedies."""
+"""Checks this machine's hardware and software for ``dist-aclgraph doctor``."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def examine(config: Config | None = None) -> list[Finding]:
     """Return all findings. Imports neither torch nor Ray, and starts no process.
 
     Args:
-        config: a configuration. Three of its settings are checked too: the folders for copies of KV
-            blocks, the transport that fetches copies from other nodes, and the file with the secret
-            of this transport.
+        config: a configuration. The function checks three settings: the folders for copies of KV
+            blocks, the transport that fetches copies from other nodes, and the file with the
+            transport's secret.
     """
     folders = [] if config is None else [*kv_findings(config), *peers_findings(config)]
     uses_hixl = config is not None and config.fetches_by_hixl
@@ -125,8 +125,8 @@ def hixl_finding(npus: list[str]) -> Finding:
 
 
 def peers_findings(config: Config) -> list[Finding]:
-    """Return a list with one finding: about the secret that services need to fetch copies of KV
-    blocks from each other. The list is empty if no secret is configured.
+    """Return the finding about the secret that services need to fetch copies of KV blocks from each
+    other. The list is empty if no secret is configured.
     """
     path = config.kv.peers_key_file
     if path is None:

@@ -105,7 +105,7 @@ def _problem(root: Path, gib: float, key: str) -> Finding | None:
 
 def _with_space(name: str, told: str, root: Path, gib: float) -> Finding:
     space = os.statvfs(_existing(root))
-    # the service may delete these files, so their space counts as free
+    # the space of these files counts as free: a service may delete them
     used = BlockFiles(root, root, 0).num_bytes()
     if space.f_bavail * space.f_frsize + used < gib * GIB:
         remedy = "free some space: blocks that do not fit are not kept"

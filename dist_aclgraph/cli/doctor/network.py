@@ -65,7 +65,7 @@ def port_warning(variables: dict[str, str]) -> str:
 
 def overridden_warning(variables: dict[str, str]) -> str:
     """Return a warning that lists the environment variables whose values the configuration
-    overrides; "" if it overrides no variable.
+    overrides; "" if the configuration overrides no variable.
     """
     overridden = [
         f"{name}={variables[name]} ({key})"

@@ -114,7 +114,7 @@ def read_rdma_addresses(path: Path = HOST.etc / HCCN) -> dict[str, str]:
 
 def _cores(num_npus: int, numa: Path) -> Finding:
     """Return the finding that says whether this process has enough cores for all ranks. The finding
-    also lists the number of cores on each NUMA node.
+    lists the number of cores on each NUMA node.
     """
     usable = os.sched_getaffinity(0)
     parts = []

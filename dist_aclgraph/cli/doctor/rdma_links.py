@@ -1,9 +1,8 @@
-"""Asks the driver's hccn_tool about the RDMA links of this host's NPUs.
+"""Checks the RDMA links of this host's NPUs with the driver's hccn_tool.
 
 A group whose ranks are on several nodes uses these links. This module was not tried with a real
-hccn_tool. It parses the output of hccn_tool in the form that users of Ascend clusters have
-published: ``link status: UP`` for ``-link -g``, and a line with the number of received packets for
-``-ping -g``.
+hccn_tool. The format of the tool's output is known from users of Ascend clusters: ``link status:
+UP`` for ``-link -g``, and a line with the number of received packets for ``-ping -g``.
 """
 
 from __future__ import annotations
