@@ -42,8 +42,8 @@ from dist_aclgraph.steps.copies import CopyJob, JobKind
 # on the workers' hosts, so a smaller batch waits until no step runs, or until MAX_TURNS steps were
 # decided since the last batch.
 BATCH_BLOCKS, MAX_TURNS = 8, 16
-# Blocks are written only while copy jobs hold less than this fraction of the pool, so that enough
-# blocks are free for requests.
+# Blocks are copied to files only while copy jobs hold less than this fraction of the pool, so that
+# # enough blocks are free for requests.
 MAX_HELD = 1 / 8
 # While jobs read files into this fraction of the pool's blocks, no other job begins to read.
 # Without this limit, jobs that wait for a broken disk could occupy the whole pool.

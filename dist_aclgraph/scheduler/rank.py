@@ -316,7 +316,7 @@ class RankScheduler:
         return victims
 
     def leave_out(self) -> RankStep:
-        """In the only step in flight, drop the requests that no longer run; return this step.
+        """Exactly one step is in flight. Drop its requests that no longer run; return the step.
 
         When the step runs again, the step must not write the blocks of removed requests, which may
         now be in the prefix cache.
