@@ -166,7 +166,7 @@ class AnswerFormat:
             raise UnusableToolError(str(first), first.param, tuple(errors)) from first
         lark.part("the content")
         found = module.lark_calls(lark, lark.rule(choice_of(each)), several=is_parallel)
-        ways = [found] if isinstance(found, str) else found  # some formats write calls in two ways
+        ways = [found] if isinstance(found, str) else found  # some formats allow two ways
         calls = choice_of(ways)
         if is_required:
             # Some templates write line breaks between the reasoning and the first call.

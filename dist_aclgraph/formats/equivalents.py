@@ -35,8 +35,8 @@ def use_equivalents(schema: dict[str, Any]) -> None:
         pattern = part.get("pattern")
         if isinstance(pattern, str):
             if part.get("format") == "time":
-                # The format demands an offset from UTC, which zod's pattern for times excludes. The
-                # format can be removed, because validators ignore formats by default.
+                # The format requires an offset from UTC, but zod's pattern for times allows no
+                # offset. The format can be removed, because validators ignore formats by default.
                 del part["format"]
             if "(?" in pattern:
                 _replace_look_ahead(part, pattern)

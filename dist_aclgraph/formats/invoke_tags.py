@@ -73,8 +73,8 @@ def copy_calls(scanner: Scanner, tools: Tools, tags: Tags) -> Scan[None]:
 
 
 def _copy_call(scanner: Scanner, name: str, tools: Tools, tags: Tags) -> Scan[bool]:
-    """Read the rest of a call whose first tag was already read. Return whether more of the answer
-    can follow the call.
+    """Read the rest of a call whose first tag was already read. Return false if the answer ended
+    within a parameter, or before the call's last tag.
     """
     parameter, end_parameter = tags.parameter
     scanner.begin_call(name)

@@ -27,9 +27,9 @@ def copy_call(
 ) -> Scan[CallOutcome]:
     """Read the JSON object of a call, and emit its arguments piece by piece.
 
-    ``CallBegin`` is emitted when the name was read and the arguments begin. If an unknown key (not
-    in ``KEYS``) comes before this point, the object is not a call. Members after the arguments are
-    ignored. A missing closing brace of the object is not an error.
+    ``CallBegin`` is emitted when the name was read and the arguments begin. If the object has an
+    unknown key (not in ``KEYS``) before the arguments begin, the object is not a call. Members
+    after the arguments are ignored. A missing closing brace of the object is not an error.
 
     Args:
         known: names of tools; an object with another name is not a call. None allows all names.

@@ -1,8 +1,8 @@
 """Builds grammars for calls of tools, in llguidance's extension of the language of Lark.
 
-A grammar forces the model to call tools, and to write arguments that match a schema. If a marker is
-a token, the grammar contains the token's id, because a text in the grammar could not match this
-token.
+A grammar forces the model to call tools, and to write arguments that match a schema. A text in a
+grammar cannot match a marker that is a token. For such a marker, the grammar contains the token's
+id.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ JSON_OPTIONS = StructuredOutputs(json_object=True).json_options
 ANY = r"(.|\n)*"
 ANY_TEXT = f"/{ANY}/"
 SPACE = r"[\s\x1c-\x1f]"  # matches the same characters as Python's ``\s``
-# Keywords of a schema that restrict an object as a whole, and not one of its properties.
+# Keywords of a schema that restrict a whole object. Other keywords restrict single properties.
 _WHOLE = {
     *("anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "$dynamicRef", "propertyNames"),
     *("minProperties", "maxProperties", "patternProperties"),
@@ -109,7 +109,8 @@ class Lark:
         return self.rule("%json " + json.dumps(found, ensure_ascii=False))
 
     def arguments(self, schema: Mapping[str, Any] | None) -> str:
-        """Return an expression for arguments as a JSON object; None allows all objects.
+        """Return an expression for arguments as a JSON object. If ``schema`` is None, all objects
+        are allowed.
 
         Many schemas of tools do not say that the arguments are an object, so this method adds the
         type.
@@ -119,8 +120,9 @@ class Lark:
         return self.json({**schema, **ANY_OBJECT} if schema and is_open else schema or ANY_OBJECT)
 
     def spellings(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
-        """Return expressions for the values that ``schema``, a part of ``root``, allows: one
-        expression for all values as JSON, and one for each constant as Python writes it.
+        """Return expressions for the values that ``schema``, a part of ``root``, allows. The first
+        expression matches all values as JSON. The others match those of Python's True, False and
+        None that ``schema`` allows.
         """
         return [self.json(taken_out(schema, root)), *map(_quoted, words_of(schema, root))]
 
@@ -193,7 +195,8 @@ class Lark:
         found = re.match(r'("(?:[^"\\]|\\.)*") ', call)
         if found is None:
             return f"{text} {call}"
-        # The text and the beginning of the call are one terminal, which all tools share.
+        # One terminal contains the text and the beginning of the call. All tools share this
+        # terminal.
         head = json.loads(found.group(1))
         begin = begins[0] if head.startswith(begins[0]) else head
         rest = f"{_quoted(head[len(begin) :])} " if head != begin else ""
@@ -218,8 +221,8 @@ class Lark:
         return first, text[len(first) :]
 
     def _spelled(self, texts: Sequence[str]) -> list[str]:
-        """Return the texts that contain no marker token. Ordinary tokens cannot spell the other
-        texts.
+        """Return the texts that contain no marker token. A text with a marker token cannot consist
+        of ordinary tokens.
         """
         return [text for text in texts if not self._cut(text)[1]]
 
@@ -235,7 +238,7 @@ class Lark:
         """Return an expression for a value of this schema, followed by the text ``end``.
 
         Args:
-            ends: the texts at which the reader ends a value that is a string.
+            ends: the texts that end a string value when an answer is read.
 
         Raises:
             InvalidParameterError: the format cannot write any of the schema's strings, or cannot
@@ -270,7 +273,7 @@ class Lark:
             around: a function that returns the texts before and after a parameter's name. Its
                 argument is true if the parameter's value is a string.
             end: the text after each value.
-            ends: the texts at which the reader ends a value that is a string.
+            ends: the texts that end a string value when an answer is read.
 
         Raises:
             InvalidParameterError: the format cannot write arguments of this schema.
@@ -371,8 +374,8 @@ def taken_out(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str
 
 
 def _moved(part: Any) -> Any:
-    """Return a part of a schema with changed references: they begin at ``/$defs/root``, the new
-    position of the root.
+    """Return a part of a schema. Its references are changed, because the root has moved to
+    ``/$defs/root``.
     """
     if isinstance(part, Mapping):
         return {

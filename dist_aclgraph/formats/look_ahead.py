@@ -29,9 +29,9 @@ def without_look_ahead(pattern: str) -> list[str] | None:
     """Return regular expressions that together replace ``pattern`` and have no look-aheads; None if
     this function cannot replace the look-aheads.
 
-    A text in which all of these expressions are found also contains a match of ``pattern``. A text
-    with line breaks can contain a match of ``pattern`` even if some of these expressions are not
-    found in it.
+    If a text contains matches of all returned expressions, the text also contains a match of
+    ``pattern``. A text with line breaks can contain a match of ``pattern`` even if some of these
+    expressions are not found in it.
     """
     pattern = _DIGITS.sub(_without_digits, pattern)
     rest, found = pattern.removeprefix("^"), []
@@ -80,8 +80,8 @@ def _other_than(text: str) -> str | None:
         return None
     found = ""
     for i, atom in enumerate(reversed(atoms)):
-        # If the expression ``text`` ends with "$", it does not match texts with more characters. So
-        # the result must match these texts.
+        # If the expression ``text`` ends with "$", it does not match longer texts. The result must
+        # match longer texts then.
         longer = f"{atom}(?:{found})" if i else f"{atom}{ANY}" * (rest == "$")
         found = "|".join(filter(None, ("$", _complement(atom), longer)))
     return f"^(?:{found})"

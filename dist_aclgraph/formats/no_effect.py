@@ -55,7 +55,9 @@ def leave_out_no_effect(schema: dict[str, Any]) -> None:
 
 
 def _leave_out_counts(part: dict[str, Any]) -> None:
-    """Remove limits of the number of properties, if ``required`` and ``properties`` imply them."""
+    """Remove ``minProperties`` if ``required`` implies it, and ``maxProperties`` if ``properties``
+    implies it.
+    """
     required, properties = part.get("required", []), part.get("properties", {})
     least, most = part.get("minProperties"), part.get("maxProperties")
     is_sure = isinstance(required, list) and isinstance(properties, dict)

@@ -1,7 +1,7 @@
 """Finds out whether ``oneOf`` in a JSON schema may be read as ``anyOf``.
 
-llguidance supports only ``anyOf``. A value that matches two branches of ``oneOf`` is invalid, so
-``oneOf`` may be read as ``anyOf`` only where no value matches two branches.
+llguidance supports only ``anyOf``. ``anyOf`` allows a value that matches two branches, but
+``oneOf`` does not. Both keywords mean the same if no value can match two branches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def parts_of(schema: Any) -> Iterator[Any]:
 
 
 class _Branch:
-    """The restrictions that let a branch of ``oneOf`` exclude values of other branches.
+    """The restrictions of a branch of ``oneOf``. They can show that two branches allow no common
+    value.
 
     Attributes:
         types: names of the types that the branch allows; empty if the branch does not restrict

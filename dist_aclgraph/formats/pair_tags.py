@@ -46,7 +46,7 @@ def copy_pairs(
     key_begin, key_end = map(scanner.coded, tags.key)
     value_begin, value_end = map(scanner.coded, tags.value)
     end = scanner.coded(tags.end)
-    # Models can forget the end tags. So the next tag also ends the value, if this tag is a token.
+    # Models can forget the end tags. If the next tag is a token, it also ends the text before it.
     value_ends = [value_end, end, *([key_begin] if key_begin != tags.key[0] else [])]
     key_ends = [key_end, end, *([value_begin] if value_begin != tags.value[0] else [])]
     while marker == key_begin:

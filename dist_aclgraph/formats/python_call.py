@@ -124,9 +124,9 @@ def _as_json(text: str, types: set[str]) -> str:
     any other text becomes a JSON string.
 
     Some templates write the strings of earlier calls without quotes. Other templates write all
-    values of earlier calls in quotes. Models imitate their templates. So if the schema does not
-    allow a string, the text within the quotes is read as the value. If the schema allows a string
-    but not the type of the value, the value becomes a string.
+    values of earlier calls in quotes. Models imitate their templates. If the schema does not allow
+    a string, the text within quotes is read as the value. If the schema allows a string but not the
+    type of the value, the value becomes a string.
 
     Args:
         types: names of the types that the schema allows; empty if every type is allowed.
@@ -177,7 +177,7 @@ def _in_order(lark: Lark, required: Sequence[str], others: Sequence[str]) -> str
     first = [*required[:1], *(f'", " {part}' for part in required[1:])]
     if first:
         return " ".join([*first, *(f'(", " {part})?' for part in others)])
-    begun, after = [], ""  # one alternative for each parameter that may be the first
+    begun, after = [], ""  # one alternative for each possible first parameter
     for part in reversed(others):
         begun.append(f"{part} {after}")
         after = lark.rule(f'(", " {part})? {after}')

@@ -19,7 +19,7 @@ class Thought:
     end: str
 
 
-# The markers of each family. A checkpoint has the markers that its template contains.
+# The markers of each family. The chat template of a checkpoint contains the markers of its family.
 THOUGHTS = (
     Thought("<think>", "</think>"),
     Thought("<seed:think>", "</seed:think>"),
@@ -33,8 +33,8 @@ THOUGHTS = (
 def find_thought(template: str) -> Thought | None:
     """Return the markers of reasoning that a chat template contains; None if there are no markers.
 
-    Some templates contain only the begin marker, because they open the answer's reasoning and let
-    the model end it.
+    Some templates contain only the begin marker: the prompt opens the reasoning, and the model
+    writes the end marker.
     """
     closed = (each for each in THOUGHTS if each.end in template)
     opened = (each for each in THOUGHTS if each.begin in template)
@@ -70,8 +70,8 @@ def read_thought(
     Args:
         is_open: whether the prompt has already opened the reasoning. If true, the answer needs no
             begin marker.
-        calls: the calls that end the reasoning if its end marker is missing. An end marker that
-            follows later is left out.
+        calls: the calls that end the reasoning if its end marker is missing. An end marker after
+            such a call is left out.
     """
     begin, end = scanner.coded(thought.begin), scanner.coded(thought.end)
     scanner.keep()
@@ -104,8 +104,8 @@ def read_thought(
 
 
 def _skip_ends(scanner: Scanner, end: str) -> Scan[None]:
-    """Leave out further end markers before the answer: some models end their reasoning twice, or
-    end reasoning that they have not begun.
+    """Leave out further end markers before the answer. Some models write two end markers, or an end
+    marker without a begin marker.
     """
     while True:
         scanner.keep()

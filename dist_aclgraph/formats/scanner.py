@@ -1,13 +1,13 @@
 """Scanner: reads an answer that arrives token by token, and collects its events.
 
-A format is a generator that describes an answer as code without callbacks: "copy text until this
-marker, then read a name". The generator yields when it needs more text; ``Reader`` resumes it with
-the next token. So the division of an answer into deltas cannot change the events.
+A format is a generator that reads an answer step by step: "copy text until this marker, then read a
+name". The generator yields when it needs more text; ``Reader`` resumes it with the next token. The
+events do not depend on how the answer is divided into deltas.
 
 Many markers are single tokens of the vocabulary. If a model spells the text of such a marker in
-other tokens, the text is content. So the scanner writes a single unpaired surrogate in place of a
-marker token; no decoded text contains unpaired surrogates. ``Scanner.coded`` translates a marker
-into this form.
+other tokens, the text is content. The scanner writes an unpaired surrogate in place of each marker
+token. Decoded text never contains unpaired surrogates. ``Scanner.coded`` translates a marker into
+this form.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Scanner:
                 of a piece may be the beginning of a marker, this end is held back until more text
                 has arrived.
             in_call: whether the text is a part of a call. If the answer ends within a marker,
-                ``emit`` gets the beginning of this marker only outside of calls.
+                ``emit`` gets the beginning of the marker outside of calls, but not within a call.
 
         Returns:
             the marker; None at the end of the answer.
@@ -242,8 +242,8 @@ class Scanner:
     # ---- JSON
 
     def copy_json(self, emit: Emit, most: int | None = None) -> Scan[bool]:
-        """Read one JSON value and pass it on piece by piece, as the model wrote it. In strings,
-        control characters, which JSON does not allow, become escapes.
+        """Read one JSON value and pass it on piece by piece, as the model wrote it. JSON allows no
+        control characters in strings; this method replaces them by escapes.
 
         A marker token ends the value, even within a string.
 
@@ -378,8 +378,8 @@ class Scanner:
             pass
 
     def end_reasoning(self) -> None:
-        """Leave out the newlines between reasoning and content, because templates add these
-        newlines again.
+        """Leave out the newlines between reasoning and content. Templates add them to the next
+        prompt.
         """
         self._newlines = []
         self._is_after_reasoning = True
@@ -424,7 +424,7 @@ class Reader:
         holds_space: see ``Scanner``.
 
     Attributes:
-        num_thought_tokens: number of tokens of reasoning, with its markers.
+        num_thought_tokens: number of tokens of the reasoning, including the markers around it.
     """
 
     def __init__(
@@ -452,8 +452,8 @@ class Reader:
         return scanner.take_events()
 
     def finish(self, text: str = "") -> list[Event]:
-        """End the answer, and return the last events. The argument ``text`` is the end of the
-        answer's text, which no call of ``feed`` has passed.
+        """End the answer, and return the last events. The argument ``text`` is the last part of the
+        answer's text, after the text passed to ``feed``.
         """
         self._scanner.feed(text)
         self._scanner.is_closed = True
@@ -464,8 +464,8 @@ class Reader:
 
 
 def with_pairs(text: str) -> str:
-    """Return a text whose surrogates are joined in pairs. An unpaired surrogate, which UTF-8 cannot
-    encode, becomes a replacement character.
+    """Join each pair of surrogates in a text to one character. An unpaired surrogate, which UTF-8
+    cannot encode, becomes a replacement character.
     """
     if text.isascii():
         return text

@@ -128,8 +128,8 @@ def patterns_of(schema: Any, root: Any, excluded: Sequence[str]) -> list[str | N
 
 
 def _branches_of(keys: set[str], schema: Mapping[str, Any], root: Any) -> list[Any] | None:
-    """Return the branches of a schema whose dividing keywords are ``keys``. Return None if matching
-    one branch is not enough to match the schema.
+    """Return the branches of a schema whose dividing keywords are ``keys``. Return None if a value
+    may match one branch and still not match the schema.
     """
     for key in keys & {"anyOf", "oneOf", "allOf"}:
         found = schema[key]
@@ -156,7 +156,7 @@ def pattern_of(schema: Mapping[str, Any], ends: Sequence[str]) -> str | None:
     Return None if every allowed string contains one of ``ends``.
 
     Args:
-        schema: a schema that ``strings_of`` has returned.
+        schema: a schema from the result of ``strings_of``.
     """
     values = _values_of(schema)
     if values is not None:

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-TOOL_PART = "the tool "  # a grammar's part for a tool is named by this and the tool's name
+TOOL_PART = "the tool "  # begins the name of a tool's part of a grammar; the tool's name follows
 # maps a tool's name to the JSON schema of its parameters
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 

@@ -69,15 +69,16 @@ class Arguments:
             return end
         raw, end = yield from self._read_raw(ends)
         value = as_json(raw.removesuffix("\n") if trims else raw, types)
-        # If the answer ended within the value, the value may have become a string only because it
-        # is incomplete. Such a string is not emitted.
+        # If the answer ends within a value, ``as_json`` may return the incomplete value as a
+        # string. Such a string is not emitted.
         if end is not None or not value.startswith('"'):
             self._scanner.arguments(value)
         return end
 
     def _copy_all(self, name: str, ends: Sequence[str], *, trims: bool) -> Scan[str | None]:
-        """Read a value. A JSON object of the tool's parameters is copied as all arguments of the
-        call. Any other value becomes the value of the argument ``name``.
+        """Read a value. If the value is a JSON object whose keys are parameters of the tool, the
+        object contains all arguments of the call. Any other value becomes the value of the argument
+        ``name``.
         """
         raw, end = yield from self._read_raw(ends)
         found = self._object_of(raw)
@@ -92,8 +93,8 @@ class Arguments:
         return end
 
     def _object_of(self, text: str) -> str | None:
-        """Return a JSON object without its last brace; "" for an object without members. Return
-        None if the text is not an object, or if a name in it is not a parameter's name.
+        """Return the text of a JSON object without its last brace; "" if the object has no members.
+        Return None if the text is not an object, or if a name in it is not a parameter's name.
         """
         try:
             found = json.loads(text)
@@ -107,8 +108,8 @@ class Arguments:
         """Return the text of a value of any type, and the element of ``ends`` that follows the
         value.
 
-        A string within JSON may contain one of ``ends``, but no marker token. If such a string is
-        never closed, this value and all later values of the answer end at the first of ``ends``.
+        A string within JSON may contain one of ``ends``, but no marker token. If a string is never
+        closed, the value ends at the first of ``ends``, like all later values of the answer.
         """
         first, end = yield from self._scanner.read_until(ends)
         pieces, last = [first], end
@@ -125,8 +126,8 @@ class Arguments:
             if num_chars > MAX_HELD_CHARS or has_marker:
                 break
         if is_string and len(pieces) > 1:
-            # This disables the search for the end of a string in later values, because each such
-            # search may read all of the remaining text.
+            # In later values, the end of a string is not searched. Each search could read all of
+            # the remaining text.
             self._scanner.strings_end = False
             self._scanner.unread("".join(pieces[2:]) + (last or ""))
             pieces, last = [first], end
@@ -156,8 +157,7 @@ class _JsonText:
         self._newline = ""
         if self._trims and piece.endswith("\n"):
             piece, self._newline = piece[:-1], "\n"
-        # ``json.dumps`` would call ``encode_basestring``, too, but would create an encoder each
-        # time.
+        # ``json.dumps`` would create an encoder for each piece.
         self._scanner.arguments(encode_basestring(piece)[1:-1])
 
     def end(self, *, is_whole: bool) -> None:
@@ -190,8 +190,8 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
         except ValueError:
             pass
         else:
-            # Text that is neither JSON nor a constant may be a string without quotes. It is read as
-            # a Python literal only if the types allow an array or an object, and no string.
+            # Text that is neither JSON nor a constant may be a string without quotes. Such text is
+            # read as a Python literal only if the types include array or object, but not string.
             is_sure = found == stripped or stripped in WORDS
             is_needed = bool(types & {"array", "object"}) and "string" not in types
             if has_type(value, types) and (is_sure or is_needed):
@@ -200,8 +200,8 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
 
 
 def read_value(text: str) -> tuple[Any, str]:
-    """Return the value of JSON or of a short Python literal, and the value as JSON. A text that is
-    already JSON is not changed.
+    """Read a text that is JSON or a short Python literal. Return its value, and the value as JSON.
+    A text that is already JSON is not changed.
 
     A text may mix the constants of JSON and Python, and its strings may contain line breaks.
 

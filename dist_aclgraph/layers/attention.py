@@ -25,7 +25,7 @@ from dist_aclgraph.layers.state_metadata import StateMetadata
 
 Arguments = dict[str, Any]  # arguments of an operator, by name
 
-CAUSAL_MASK_SIZE = 2048  # sparse modes 3 and 4 require a mask of this size for all lengths
+CAUSAL_MASK_SIZE = 2048  # sparse modes 3 and 4 always require a mask of this size
 SPARSE_MODE_NONE, SPARSE_MODE_CAUSAL, SPARSE_MODE_BAND = 0, 3, 4
 
 
@@ -94,13 +94,13 @@ class DeviceRows:
     ``AttentionMetadata``), and the slots of new keys.
 
     Some operators read their lengths on the device. In a captured graph, these operators need no
-    update. If the KV cache is sharded, the lengths and slots of this object are for the cache of
-    index keys. Every rank has all index keys.
+    update. If the KV cache is sharded, these lengths and slots refer to the cache of index keys,
+    which is not sharded.
 
     Attributes:
         query_ends, kv_lens: [num_reqs] int32, as in ``AttentionMetadata``.
         slots: [num_written, 1] int32, slots of the cache of index keys. Padding has a slot of the
-            dummy block, because an operator that writes rows by their indices refuses slot -1.
+            dummy block. (The operator that writes the rows refuses slot -1.)
         num_seen: [num_direct] int32, the number of keys to which each query attends; None if an
             indexer chooses the keys.
     """
@@ -114,13 +114,13 @@ class DeviceRows:
 @dataclass(frozen=True)
 class ShardRows:
     """The first tokens of a step, for which an indexer chooses keys on all shards. Each rank
-    computes the attention of these tokens to the chosen keys on its shard.
+    computes the attention of these tokens to those chosen keys that are on its own shard.
 
     Attributes:
         place: the index of this rank in each context parallel group, and the index of its shard.
         block_table: [n, max_blocks] int32, the blocks of each token's request.
-        query_ends: [1] int32, contains n. The operator gets the n tokens as the queries of one
-            request, and all keys of the shard as the keys of this request.
+        query_ends: [1] int32, contains n. For the operator, the n tokens are the queries of one
+            request, and all keys of the shard are its keys.
     """
 
     place: ContextPlace
@@ -134,8 +134,8 @@ class AttentionMetadata:
 
     The first tokens of the step attend directly through the block table; ``parts`` describes the
     attention of the other tokens. If the cache is sharded, the operator gets each directly
-    attending token as a separate request. The reason is that a token's KV length on a shard cannot
-    be computed from the KV length of the token before it.
+    attending token as a separate request. The reason: from one token to the next, the KV length on
+    a shard does not always grow by one.
 
     Attributes:
         num_tokens: number of live tokens of this rank; activations can have more rows, for padding.
@@ -155,9 +155,9 @@ class AttentionMetadata:
         causal_mask: [2048, 2048] bool, the result of ``make_causal_mask``.
         is_causal: whether requests that attend directly need the causal mask.
         hidden_keys: [num_reqs, 1, 1, kv_len] bool, true for the keys to which a request must not
-            attend. With this mask, the operator gets one query and kv_len keys for every request,
-            and the last of these keys are padding. None if ``kv_lens`` contains the real lengths of
-            the requests.
+            attend. With this mask, the operator gets one query and kv_len keys for every request.
+            Keys after the request's own keys are padding. None if ``kv_lens`` contains the real
+            lengths of the requests.
         on_device: lengths and slots for a kind of attention that reads lengths on the device; None
             for other kinds.
         on_shards: the tokens that attend to chosen keys on all shards; see ``ShardRows``. None if
@@ -205,8 +205,8 @@ class AttentionMetadata:
         """Return the operator's arguments that say which keys are hidden from which queries.
 
         Args:
-            window: number of latest keys to which a query attends, including its own key; None
-                means all keys up to its own key.
+            window: number of latest keys to which a query attends, including the key of the same
+                token; None means all keys up to this key.
         """
         if window is not None:
             return {

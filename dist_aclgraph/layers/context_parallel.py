@@ -1,13 +1,14 @@
 """Collectives in attention between ranks that share a request's context.
 
 In a DCP group, each token's KV is on one rank only. In decoding, the ranks of the group gather the
-queries of all heads. Each rank computes attention to its shard for all heads, and sends the results
-of each head to the ranks that own this head. The owners of a head merge the results of all shards,
+queries of all heads. Each rank computes attention to its shard for all heads. The results of a head
+are sent to the ranks that own the head. The owners of a head merge the results of all shards,
 weighted by the log-sum-exps of the shards. For prompts, the ranks of the group gather the keys of
 the request, not the queries. The ranks of a PCP group send each other the new keys of their prompt
 tokens.
 
-Shapes and collectives do not depend on the contents of a shard, so they are the same on all ranks.
+Shapes and collectives are the same on all ranks, because they do not depend on the contents of a
+shard.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class ContextParallel:
     """The context parallel groups of one rank.
 
     Attributes:
-        dcp: ranks that share a request's KV, ordered by PCP rank, then by heads.
+        dcp: ranks that share a request's KV, sorted by PCP rank; for each PCP rank, sorted by
+            heads.
         pcp: ranks that share the computation of a request's prompt. If ``dcp`` has more than one
             rank, it contains all ranks of ``pcp``.
     """
@@ -50,8 +52,8 @@ class ContextParallel:
 
     @property
     def num_head_ranks(self) -> int:
-        """Number of ranks of ``dcp`` whose query heads differ. The other ranks have copies of these
-        heads.
+        """Number of different sets of query heads in ``dcp``. Several ranks can have copies of the
+        same set.
         """
         return self.dcp.size // self.pcp.size if self.is_sharded else 1
 
@@ -110,7 +112,8 @@ class ContextParallel:
         return merged.view(n, -1, d)
 
     def gather_keys(self, caches: Sequence[Tensor], own: Tensor) -> Tensor:
-        """Gather cache rows of all shards, [shards * m, width]; ``find_keys`` explains their order.
+        """Return cache rows of all shards, [shards * m, width]: m rows of the first shard, then m
+        rows of the second shard, and so on.
 
         Args:
             caches: this shard's tensors, [num_slots, ...]. Each returned row contains the rows of

@@ -6,8 +6,8 @@ For each token and value head, with the state S [value_dim, key_dim]:
     S = S exp(g);  S = S + beta (v - S k) k';  out = S q / sqrt(key_dim)
 
 Several neighbouring value heads share a key head. The decay g is one number for each head. In Kimi
-Delta Attention (arXiv 2510.26692), it is one number for each channel of the head's key, that is,
-for each column of S.
+Delta Attention (arXiv 2510.26692), g has one number for each channel of the head's key. A channel
+is a column of S.
 """
 
 from __future__ import annotations
@@ -207,10 +207,10 @@ def _run_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Run the rule over at most ``PASS_TOKENS`` tokens, chunk by chunk; see ``_run_part``.
 
-    Within a chunk, the change that each token makes to the state depends on the changes that the
-    tokens before it have made. A triangular system of equations describes all changes of a chunk.
-    Its solution is linear in the state before the chunk. So only the states must be computed chunk
-    after chunk; all other values are computed for all chunks at once.
+    Each token changes the state. Within a chunk, a token's change depends on the changes of earlier
+    tokens. A triangular system of equations describes all changes of a chunk. Its solution is
+    linear in the state before the chunk. Only the states between chunks must be computed one by
+    one; all other values are computed for all chunks at once.
 
     Args:
         beta: [heads, n, 1].
@@ -253,8 +253,8 @@ def _decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
         return (x @ k.mT) * (sums - sums.mT).masked_fill(is_later, -torch.inf).exp()
     # Each channel has its own decay, so x and k are multiplied by decays before their product is
     # computed. In each block of tokens, the rows of x come from the second half, and the rows of k
-    # from the first half. Decays are computed relative to the end of the first half. So no exponent
-    # is above 0, and nothing overflows.
+    # from the first half. Decays are computed relative to the end of the first half. All exponents
+    # are at most 0, and nothing overflows.
     found = (x * k).sum(-1)[..., None, None]  # [heads, chunks, blocks, rows, rows]
     while (rows := found.shape[-1]) < x.shape[2]:
         halves = (torch.unflatten(t, 2, (-1, 2, rows)).unbind(3) for t in (x, k, sums))
@@ -270,8 +270,8 @@ def _inverse_of_unit_triangle(below: Tensor) -> Tensor:
     """Return the inverse of I + ``below``; ``below`` [heads, chunks, n, n] has non-zero elements
     only below the diagonal, and n is a power of two.
 
-    The function inverts blocks on the diagonal: first the blocks of one row, then the blocks of two
-    rows, of four rows, and so on.
+    The function inverts square blocks on the diagonal. Their size is first 1, then 2, 4 and so on
+    up to n.
     """
     n = below.shape[-1]
     found = below.new_ones(*below.shape[:2], n, 1, 1)  # [heads, chunks, blocks, rows, rows]

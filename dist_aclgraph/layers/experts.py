@@ -26,13 +26,13 @@ from dist_aclgraph.topology import ExchangeKind
 
 @dataclass(frozen=True)
 class ExpertStep:
-    """How a step sends tokens to their experts. ``exchange`` must be the same on all ranks.
+    """How a step sends tokens to their experts.
 
     Attributes:
-        exchange: the kind of exchange; None if every tensor parallel group has all experts, so that
-            no exchange is needed.
-        tally: [2] int64, two counters of this rank: tokens that its experts have computed, and
-            tokens beyond the capacity of an exchange. If None, nothing is counted.
+        exchange: the kind of exchange, the same on all ranks; None if every tensor parallel group
+            has all experts, so that no exchange is needed.
+        tally: [2] int64, two counters: tokens that this rank's experts have computed, and tokens
+            that exceeded the capacity of an exchange. If None, nothing is counted.
     """
 
     exchange: ExchangeKind | None = None
@@ -72,11 +72,10 @@ class ExpertLayer:
     all-reduce in the tensor parallel group adds up the results of routed and shared experts.
 
     Attributes:
-        exchanges: maps each kind of exchange that a step can use to the exchange; empty without
-            expert parallelism.
+        exchanges: the exchanges that a step can use, by kind; empty without expert parallelism.
     """
 
-    quantises_rows: ClassVar[bool] = False  # because the router needs rows in floats
+    quantises_rows: ClassVar[bool] = False  # the router needs rows in floats
 
     router: Router
     local: LocalExperts
@@ -106,7 +105,7 @@ class ExpertLayer:
         """Return whether every rank runs all tokens of the step through its own experts, without an
         exchange.
 
-        This is possible if the ranks of the tensor parallel group together have all experts.
+        No exchange is needed if the ranks of the tensor parallel group together have all experts.
         """
         tp, ep = self.groups.tp, self.groups.ep
         has_all = ep.size == 1 or ep.ranks == tp.ranks

@@ -61,8 +61,8 @@ class ShortConvolution:
         before = _begin(states, at).flatten(0, 1)
         padded = torch.cat([x, before]).index_select(0, at.padded)
         count = padded.shape[0] - self.width + 1
-        # Each pass of this loop adds one of the ``width`` inputs of every token. A single pass for
-        # all inputs would need ``width`` times as much memory.
+        # A token's result is a sum over ``width`` inputs. Each pass of this loop adds one input to
+        # every sum. A single pass for all inputs would need ``width`` times as much memory.
         total = padded[:count].float() * self.weight[0]
         for i in range(1, self.width):
             total = torch.addcmul(total, padded[i : i + count].float(), self.weight[i])
@@ -133,7 +133,7 @@ class GatedDelta:
         n, heads, d = mixed.shape[0], 2 * self.num_key_heads, self.key_dim
         v = mixed[:, heads * d :].to(beta.dtype).view(n, self.num_value_heads, self.value_dim)
         rows = mixed[:, : heads * d].reshape(n, heads, d)
-        # ``UNIT_EPS`` is for the sum of ``d`` squares, but the norm adds its epsilon to their mean.
+        # ``UNIT_EPS`` belongs to a sum of ``d`` squares; the norm adds an epsilon to the mean.
         rows = torch.ops.npu.npu_rms_norm(rows, self.unit, UNIT_EPS / d)[0].to(beta.dtype)
         q, k = rows.chunk(2, 1)
         return DeltaInputs(q, k, v, g, beta)

@@ -56,9 +56,9 @@ class NormsOfAllHeads:
 
     Attributes:
         q, k: [heads * head_dim], weights of this rank's heads.
-        group: ranks among which the heads are split. If several ranks have copies of the same KV
-            head, each head has the same number of copies, so that copies do not change the mean
-            over all heads.
+        group: ranks among which the heads are split. Several ranks can have copies of the same KV
+            head. All KV heads then have equally many copies, and the mean over all heads stays the
+            same.
     """
 
     q: Tensor
@@ -80,13 +80,13 @@ class NormsOfAllHeads:
         """Apply the scale of all heads, in place of the scale that was computed from this rank's
         heads.
 
-        A scale is ``(mean of squares + eps) ** -0.5``. So ``scale ** -2`` of all heads is the mean
-        of ``scale ** -2`` over the ranks. One all-reduce is enough for the norms of queries and
-        keys.
+        A scale is ``(mean of squares + eps) ** -0.5``. For all heads together, ``scale ** -2`` is
+        the mean of the ranks' values of ``scale ** -2``. One all-reduce is enough for the norms of
+        queries and keys.
 
         Args:
-            own: q and k, normalised with this rank's scales; scales: [..., 2] float32, these scales
-                for q and for k.
+            own: q and k, normalised with this rank's scales; scales: [..., 2] float32, this rank's
+                scales for q and for k.
         """
         means = self.group.all_reduce((scales * scales).reciprocal()) / self.group.size
         factors = torch.split(means.rsqrt() / scales, 1, -1)

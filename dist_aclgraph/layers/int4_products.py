@@ -1,11 +1,11 @@
-"""Products with weights of four bits. The weights of eight consecutive outputs are in one int32,
-with the first output in the lowest bits.
+"""Products with weights of four bits. One int32 contains the weights of eight consecutive outputs.
+The weight of the first output is in the lowest bits.
 
 W4A16: ``npu_weight_quant_batchmatmul`` (for experts, ``npu_grouped_matmul``) converts the weights
 to the type of the rows, and then multiplies. W4A8: rows are quantised to int8, as in
 ``int8_products``; then ``npu_quant_matmul`` (for experts, ``npu_grouped_matmul``) multiplies. The
-operators of W4A8 subtract 8 from the rows before they multiply, and need sums of the weights to
-correct the results.
+operators of W4A8 subtract 8 from the rows before they multiply. Sums of the weights correct the
+results.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class W4A16GroupedProduct:
     Attributes:
         weight: [num_local, in, out / 8] int32.
         scale: [num_local, groups, out], with the type of the rows.
-        zeros: offsets with the shape and type of ``scale``. All of them are zero, but the operator
+        zeros: offsets with the shape and type of ``scale``. All offsets are zero, but the operator
             requires offsets for weights of four bits. All layers can share one tensor of zeros.
     """
 

@@ -6,8 +6,7 @@ and one float32 scale for every 128 values of the latent. When the normalised la
 operator returns no log-sum-exps, so a cache with int8 latents cannot be sharded.
 
 For each query, the operator gets the indices of the keys to which the query attends. Without an
-indexer, each index stands for a block of 16 keys, and the operator gets the indices of all blocks
-that the query may see.
+indexer, the operator instead gets the indices of all blocks of 16 keys that the query may see.
 """
 
 from __future__ import annotations
@@ -90,11 +89,11 @@ def attend_to_int8_latents(
     of latents.
 
     Args:
-        query: [n, heads, 512 + 64], queries multiplied by the key matrices, and their rotated part.
+        query: [n, heads, 512 + 64]: queries multiplied by the key matrices, then rotated queries.
         chosen: [n, 1, top_k] int32, for each query, the indices of the blocks of keys to which the
             query attends; the remaining elements are -1.
-        key_block: number of keys in each of these blocks; if it is 1, the indices are positions of
-            keys.
+        key_block: number of keys in each block of ``chosen``. If ``key_block`` is 1, ``chosen``
+            contains positions of keys.
     """
     attended: Tensor = torch.ops.npu.npu_kv_quant_sparse_flash_attention(
         query,
@@ -124,7 +123,7 @@ def seen_blocks(num_seen: Tensor, num_keys: int) -> Tensor:
 
     Args:
         num_seen: [n] int32, number of keys that each query may see.
-        num_keys: number of keys for which each row of the block table has entries.
+        num_keys: maximum number of keys in the blocks of one row of the block table.
 
     Returns:
         [n, 1, num_keys / KEY_BLOCK] int32.

@@ -43,7 +43,7 @@ class Int8Linear:
     Attributes:
         weight: [in, out] int8, contiguous.
         scale: [out] float32.
-        bias: [out] or None; it is added after the sums were multiplied by the scales.
+        bias: [out] or None; added after the multiplication by the scales.
     """
 
     quantises_rows: ClassVar[bool] = True
@@ -88,9 +88,9 @@ class Int8GroupedProduct:
 
 @dataclass(frozen=True)
 class Int8SwigluProduct:
-    """An ``InnerProduct`` that is one operator. The operator multiplies by the weights of gate and
-    up, computes SwiGLU, and converts the results to int8. The intermediate results are not rounded
-    to the type of activations.
+    """An ``InnerProduct`` that runs as one operator. The operator multiplies by the weights of gate
+    and up, computes SwiGLU, and converts the results to int8. The intermediate results are not
+    rounded to the type of activations.
 
     Attributes:
         weight: [num_local, hidden, 2 * width] int8, in FRACTAL_NZ; gate comes first, then up.

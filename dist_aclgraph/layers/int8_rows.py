@@ -2,8 +2,9 @@
 
 ``npu_dynamic_quant`` converts rows to int8. In each row, the element that is farthest from zero
 becomes 127 or -127. A fused operator (``models/fusions.py``) computes rows and converts them to
-int8 in one launch. Some fused operators compute a norm or SwiGLU, and convert the results without
-rounding them first. Another fused operator sorts rows by expert for ``LocalExperts``.
+int8 in one launch. Some fused operators compute a norm or SwiGLU. They do not round the results to
+the type of activations before the conversion. Another fused operator sorts rows by expert for
+``LocalExperts``.
 """
 
 from __future__ import annotations
@@ -44,9 +45,7 @@ def quantised(rows: Rows) -> Int8Rows:
 
 
 def in_floats(rows: Rows) -> Tensor:
-    """Return ``rows``, which must not be in int8. An assertion checks this, because callers pass
-    int8 rows only to int8 products.
-    """
+    """Return ``rows``, which must not be in int8. Callers pass int8 rows only to int8 products."""
     assert not isinstance(rows, Int8Rows)
     return rows
 

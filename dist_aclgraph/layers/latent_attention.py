@@ -61,11 +61,11 @@ class LatentAttention:
 
     Attributes:
         norm: [512], weight of the latent's norm.
-        keys, values: [heads, 128, 512], matrices. The products of these matrices and a latent are
-            each head's key and value.
+        keys, values: [heads, 128, 512], matrices. A head's matrices multiplied by a latent are the
+            head's key and value.
         scale: factor by which attention scores are multiplied.
-        has_whole_heads: whether keys that are computed from latents are joined with their rotated
-            parts before attention; see ``attend_whole_heads``.
+        has_whole_heads: whether a key that is computed from a latent is concatenated with the
+            rotated key; see ``attend_whole_heads``.
     """
 
     norm: Tensor
@@ -207,7 +207,7 @@ class LatentAttention:
         ) -> None:
             run = each.launch
             latents, rope_keys = self.read(rows, q.dtype)
-            # The matrices of all heads are contiguous, so one product computes all heads.
+            # One product computes all heads, because the heads' matrices are contiguous.
             key, value = (
                 torch.mm(latents, weight.flatten(0, 1).t()).view(len(latents), heads, -1)
                 for weight in (self.keys, self.values)
@@ -251,9 +251,9 @@ def attend_whole_heads(
 ) -> None:
     """Compute attention for whole heads: each head's rotated part is included.
 
-    The operator accepts such wide heads only if several query heads share a key head. So a query
-    head of zeros is inserted after each query head, and these two query heads share one key head.
-    The results of the inserted heads are not used.
+    The operator accepts such wide heads only if several query heads share a key head. For this
+    reason, a query head of zeros is inserted after each query head. The two query heads share one
+    key head. The results of the inserted heads are not used.
 
     Args:
         query: [n, heads, d]; key, value: [num_keys, heads, d]. Rotated parts are included.
@@ -294,9 +294,9 @@ def write_latents(
         slots: [n] int64; a row with slot -1 is not written.
     """
     n = len(slots)
-    # The operator needs one block of the cache for each sequence. If there are enough blocks, each
-    # token is passed as a separate sequence, as in vllm-ascend. Otherwise all tokens are passed as
-    # one sequence, which the operator's documentation also allows.
+    # The operator requires at least as many cache blocks as sequences. If there are enough blocks,
+    # each token is passed as a separate sequence, as in vllm-ascend. Otherwise all tokens are
+    # passed as one sequence, which the operator's documentation also allows.
     rows = (n, 1, 1) if n <= len(cache.latents) else (1, 1, n)
     cos, sin = (table[:n].view(*rows, -1) for table in rope)
     torch.ops.npu.npu_kv_rmsnorm_rope_cache(
@@ -342,8 +342,8 @@ def gather_queries(
 def absorb(q: Tensor, keys: Tensor) -> Tensor:
     """Multiply queries [n, heads, d] by key matrices [heads, d, 512]; return [n, heads, 512].
 
-    The dot product of such a result and a latent equals the dot product of the query and the key
-    that is computed from the latent.
+    Let r be the result for a query q, and let k be the key that is computed from a latent c. Then
+    ``r@c`` equals ``q@k``.
     """
     absorbed: Tensor = torch.ops.npu.npu_transpose_batchmatmul(
         q, keys, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]

@@ -2,8 +2,8 @@
 
 This operator is used in a step whose tokens all attend directly. The operator replaces several
 operators: it computes queries, latents and rotated keys, writes the cache, and multiplies queries
-by key matrices. This operator and the separate operators store the cache's elements in the same
-order, so all steps can use the same cache.
+by key matrices. Steps with this operator and steps with the separate operators can use the same
+cache, because the order of the cache's elements is the same.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class LatentPrologue:
         up: the product that computes the queries from the queries' latents: 1536 -> heads * (128 +
             64).
         query_norm, latent_norm: [1536] and [512], weights of norms.
-        keys: [heads, 128, 512], matrices. The products of these matrices and a latent are each
-            head's key.
+        keys: [heads, 128, 512], matrices. A head's matrix multiplied by a latent is the head's key.
     """
 
     queries: Int8Linear

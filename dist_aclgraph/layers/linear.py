@@ -1,4 +1,4 @@
-"""Matrix products. Weights are stored as [in, out], which is the best layout for products with few
+"""Matrix products. Weights are stored as [in, out]. This layout is the best for products with few
 rows.
 
 Checkpoints store [out, in]. Weights are transposed once, when they are loaded, so that eager and
@@ -63,8 +63,8 @@ class RowParallelLinear:
     partial sums.
 
     Attributes:
-        product: maps [n, in / size] to [n, out]. If the group has only one rank, ``product`` also
-            adds the bias.
+        product: maps [n, in / size] to [n, out]. If the group has only one rank, ``product`` adds
+            the bias, and ``bias`` is None.
         bias: [out] or None. Every rank has the whole bias, and adds it after the all-reduce.
     """
 

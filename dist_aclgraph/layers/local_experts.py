@@ -2,8 +2,8 @@
 
 Operators: ``npu_moe_init_routing_v2`` copies each token once for each of its experts on this rank,
 and sorts the copies by expert; ``npu_grouped_matmul`` computes one product for all experts;
-``npu_moe_finalize_routing`` returns the weighted sums in token order. No size of a tensor depends
-on the routing, so these operators can be captured in graphs.
+``npu_moe_finalize_routing`` returns the weighted sums in token order. These operators can be
+captured in graphs, because the sizes of all tensors are independent of the routing.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class GroupedProduct:
 
     Attributes:
         weight: [num_local, in, out].
-        bias: [num_local, out] or None. Its type is float32 if the weight is bfloat16; otherwise it
-            is the weight's type.
+        bias: [num_local, out] or None. The bias is float32 if the weight is bfloat16; otherwise
+            both have the same type.
     """
 
     quantises_rows: ClassVar[bool] = False
@@ -107,7 +107,7 @@ def list_type(counts: Tensor) -> int:
     """Return the type of the group list that the operator gets: ``CUMULATIVE`` or ``COUNTS``.
 
     Operators refuse a list of type COUNTS with only one element, but accept such a list of type
-    CUMULATIVE. For a single group, the element is the same for both types.
+    CUMULATIVE. A list with one element is the same for both types.
     """
     return COUNTS if len(counts) > 1 else CUMULATIVE
 
@@ -183,7 +183,7 @@ class ActivatedProduct:
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """The experts of one rank. The rank has some of the experts as a whole, or a part of the inner
+    """The experts of one rank. The rank has either some complete experts, or a part of the inner
     width of every expert.
 
     Attributes:
@@ -212,8 +212,8 @@ class LocalExperts:
 
         Args:
             x: [n, hidden].
-            experts: [n, top_k] int32, the experts that each token chose, as ids among all experts;
-                the id ``num_experts`` means no expert.
+            experts: [n, top_k] int32, for each token, the ids of its experts among all experts; the
+                id ``num_experts`` stands for no expert.
             weights: [n, top_k] float32.
             tally: see ``ExpertStep``.
         """
@@ -240,7 +240,7 @@ class LocalExperts:
             weights if x.dtype == torch.bfloat16 else weights.to(x.dtype),
             order,
             None,
-            drop_pad_mode=3,  # this mode accepts 3-D tensors, and ids of other ranks' experts
+            drop_pad_mode=3,  # accepts 3-D rows, and tokens with experts on other ranks
         )
         return y
 

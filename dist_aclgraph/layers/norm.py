@@ -16,8 +16,8 @@ class RmsNorm:
     Attributes:
         weight: [width].
         adds_one: whether the rows are multiplied by ``1 + weight``. If false, they are multiplied
-            by ``weight``. The sum ``1 + weight`` is computed in float32, because in bfloat16 it
-            would lose the bits of a small weight.
+            by ``weight``. The sum is computed in float32, because bfloat16 would round off the low
+            bits of a small weight.
     """
 
     weight: Tensor
@@ -28,8 +28,8 @@ class RmsNorm:
         """Return the normalised rows, with the same shape: [..., width]."""
         npu = torch.ops.npu
         norm = npu.npu_gemma_rms_norm if self.adds_one else npu.npu_rms_norm
-        # npu_gemma_rms_norm accepts only contiguous rows. If ``x`` contains heads, its rows are
-        # parts of wider rows, and so they are not contiguous.
+        # npu_gemma_rms_norm accepts only contiguous rows. Rows of heads are not contiguous, because
+        # they are parts of wider rows.
         normed: Tensor = norm(x.contiguous() if self.adds_one else x, self.weight, self.eps)[0]
         return normed
 
@@ -66,8 +66,9 @@ class CenteredNorm:
 
 @dataclass(frozen=True)
 class NoNorm:
-    """Takes the place of a norm, and changes nothing. Layers that normalise only the results of
-    attention and of the feed-forward part have this object in place of the norms of the inputs.
+    """Replaces a norm, and returns rows without normalising them. Layers that normalise only the
+    results of attention and of the feed-forward part have this object in place of the norms of the
+    inputs.
     """
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def attend_parts(
 
 
 class _Total:
-    """The results for one part's queries, merged over the chunks that were computed until now."""
+    """The results for one part's queries, merged over all chunks computed so far."""
 
     def __init__(self, part: DevicePart, out: Tensor) -> None:
         n, heads, _ = out[part.start : part.stop].shape

@@ -4,9 +4,9 @@
 dynamic NTK, Llama 3, YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753). The tables are built
 once, outside of captures. Each step gathers the rows of its tokens' positions from the tables.
 
-In dynamic NTK and LongRoPE, the frequencies depend on the length of a request, but keys in the
-cache cannot change while a request grows. So all requests of a deployment use the frequencies of
-the longest possible request.
+In dynamic NTK and LongRoPE, the frequencies depend on the length of a request. A request grows, but
+its keys in the cache cannot change. So all requests of a deployment use the frequencies of the
+longest possible request.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def pairs_across_head(
 
 def pad_tables(cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Extend tables from [positions, rotary_dim] to [positions, head_dim]. The new elements are at
-    the end of each half of a row. The new elements are 1 in cos, and 0 in sin. So the rotation
-    leaves the corresponding elements of a head unchanged.
+    the end of each half of a row. The new elements are 1 in cos, and 0 in sin. With cos 1 and sin
+    0, the rotation leaves an element of a head unchanged.
     """
     count = (head_dim - cos.shape[-1]) // 2
     cos, sin = (table.reshape(*table.shape[:-1], 2, -1) for table in (cos, sin))
@@ -126,8 +126,8 @@ class RotaryTableSet:
     """Owns the tables of a decoder that has several rotary embeddings, or that multiplies queries
     by a factor.
 
-    A table is stored only once, even if several layers use it. Each layer has the indices of its
-    tables.
+    A table is stored only once, even if several layers use it. Each layer stores the indices of the
+    tables that it uses.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
 class ExpertCopies:
     """Chooses, for each token and each of its experts, one copy of the expert.
 
-    Neighbouring tokens get different copies. The first tokens of different data-parallel ranks also
+    Neighbouring tokens get different copies. The first tokens of neighbouring data-parallel ranks
     get different copies. All ranks of a tensor parallel group choose the same copy for a token.
 
     Attributes:
@@ -49,14 +49,14 @@ class ExpertCopies:
 class Router:
     """Chooses the experts of each token by ``npu_moe_gating_top_k``.
 
-    Scores are softmax values (Qwen3, DeepSeek V2) or sigmoid values (DeepSeek V3). The weights of a
-    token's experts are their scores. If ``renormalizes`` is true, the weights are divided by their
-    sum. In any case, the weights are then multiplied by ``scale``.
+    Scores are softmax values (Qwen3, DeepSeek V2) or sigmoid values (DeepSeek V3). A token's weight
+    for an expert is the expert's score. If ``renormalizes`` is true, the weights are divided by
+    their sum. In any case, the weights are then multiplied by ``scale``.
 
     Attributes:
         weight: [hidden, num_experts]; float32, so that rounding does not change the chosen experts.
         top_k: number of experts that each token chooses.
-        renormalizes: whether the weights of a token sum to one before they are scaled.
+        renormalizes: whether the weights of a token's experts are divided by their sum.
         bias: [num_experts] float32, added to the scores when experts are chosen. The weights do not
             contain this bias.
         top_groups: number of groups that a token may use. A token chooses its experts only from the
@@ -84,10 +84,10 @@ class Router:
         """Return the ids of each token's experts, [n, top_k] int32, and their weights, [n, top_k]
         float32.
 
-        If experts have copies, each id is the slot of the chosen copy in ``ExpertPlacement``. The
-        experts of padding tokens have an id that is one above the last expert's id: operators
-        accept this id, and no rank has an expert with this id. (With a negative id, the operator of
-        CANN 9 could return zero for all experts' numbers of rows.)
+        If experts have copies, each id is the slot of the chosen copy in ``ExpertPlacement``. For
+        padding tokens, all ids are one above the last expert's id. Operators accept this id, and no
+        rank has an expert with this id. (With a negative id, CANN 9's ``npu_moe_init_routing_v2``
+        could return the number of rows 0 for all experts.)
 
         Args:
             x: [n, hidden].
@@ -107,8 +107,8 @@ class Router:
         if self.scoring == "softmax" and self.renormalizes:
             weights = weights * (self.scale / weights.sum(-1, keepdim=True))
         if self.scoring == "sigmoid" and not self.renormalizes:
-            # The operator always divides sigmoid scores by their sum. So weights that must not be
-            # divided are computed again here.
+            # The operator always divides sigmoid scores by their sum. Weights without this division
+            # are computed here.
             weights = logits.sigmoid().gather(1, experts.long()) * self.scale
         nowhere = self.weight.shape[1]
         experts = experts.masked_fill((slots == PADDING_SLOT).unsqueeze(1), nowhere)

@@ -19,8 +19,8 @@ class SideStream:
 
     The work allocates and frees its temporary tensors on this stream, and writes its results to
     tensors of the main stream. The temporary tensors are freed before the main stream waits for
-    this stream. So later work on this stream can reuse the memory of these tensors without an
-    event, even in graphs.
+    this stream. Later work on this stream can reuse the memory of the temporary tensors, and no
+    event is needed, even in graphs.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class SideStream:
         ``work``, even if an error ends the context.
 
         ``work`` begins after all earlier work on the current stream. ``work`` must not contain a
-        collective, because the collectives of a group must run in the same order on all ranks.
+        collective: all ranks of a group must run collectives in the same order.
         """
         main = runtime().current_stream()
         self._stream.wait_stream(main)
@@ -67,8 +67,8 @@ class SharedExperts:
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield a tensor for this rank's part of the sum over ranks, [n, hidden]. The tensor is
-        complete when the context ends.
+        """Yield a tensor with this rank's partial sum, [n, hidden]. The tensor is complete when the
+        context ends.
         """
         out = torch.empty_like(x)
         if self.side is None:

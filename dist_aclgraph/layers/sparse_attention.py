@@ -11,9 +11,9 @@ If several ranks share a cache, each of them keeps all index keys and one shard 
 all ranks choose the same keys, and the choice needs no collective. For a request with few queries,
 the rank of each shard computes the attention to the chosen keys of its shard. Then the results of
 all shards are merged, weighted by their log-sum-exps. The operator returns log-sum-exps only if it
-gets no block table. So the whole cache is passed as the keys of one request, and the chosen keys
-are passed as slots. For a request with many queries, the latents of the request are gathered on
-every rank instead.
+gets no block table. For this reason, the whole cache is passed as the keys of one request, and the
+chosen keys are given as slots. For a request with many queries, every rank gathers all latents of
+the request, and nothing is merged.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Choice(NamedTuple):
         keys: [num_direct, 1, top_k] int32, for each query, the positions of its chosen keys; the
             remaining elements are -1.
         own: [n, 1, top_k] int32, for each of the first n queries, the slots of the chosen keys that
-            are on this shard; the remaining elements are -1. Only the first n queries attend to
-            chosen keys on all shards. None if there are no such queries.
+            are on this shard; the remaining elements are -1. These n queries attend to chosen keys
+            on all shards. None if there are no such queries.
     """
 
     keys: Tensor
@@ -124,8 +124,8 @@ class SparseLatentAttention:
 
     Attributes:
         norm: [512], weight of the latent's norm.
-        keys, values: [heads, plain dim, 512] and [heads, value dim, 512], matrices. The products of
-            these matrices and a latent are each head's key and value.
+        keys, values: [heads, plain dim, 512] and [heads, value dim, 512], matrices. A head's
+            matrices multiplied by a latent are the head's key and value.
         scale: factor by which attention scores are multiplied.
         top_k: maximum number of keys to which a query attends.
     """
@@ -228,7 +228,7 @@ class SparseLatentAttention:
         """Return the keys that the indexer chooses for this rank's tokens."""
         assert cache.index_keys is not None
         n = metadata.num_direct
-        if n == 0:  # all tokens of this step run on other ranks
+        if n == 0:  # this rank has no tokens in this step
             return Choice(metadata.block_table.new_empty((0, 1, self.top_k)), None)
         keys = torch.ops.npu.npu_lightning_indexer(
             index.queries[:n],
@@ -345,7 +345,7 @@ class SparseLatentAttention:
         **arguments: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return three tensors. The first is the weighted sum of latents for each query, [n, heads,
-        512]. The other two contain the greatest score of each query and head, and the sum of the
+        512]. The other two contain, for each query and head, the greatest score and the sum of the
         exponentials, [1, n, heads] float32 each. These two are valid only if ``arguments`` (further
         arguments of the operator) requests them.
 

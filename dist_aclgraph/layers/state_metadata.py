@@ -1,8 +1,8 @@
 """The states of linear attention, and the slots that the tokens of a step read and write.
 
 The state of a request in one layer has two parts: the last inputs of the convolution, and a matrix
-for each value head. All states have the same size. A state is in a slot, and the slot of a request
-has the same number in all layers. Slot 0 belongs to no request; padding reads and writes slot 0.
+for each value head. All states have the same size. Each state is stored in a slot. A request uses
+the same slot number in all layers. Slot 0 belongs to no request; padding reads and writes slot 0.
 
 The tokens of a step are in this order: tokens of direct requests, prompt tokens, padding. In
 shapes, n is the number of requests, t the number of tokens, and w the width of the convolution.

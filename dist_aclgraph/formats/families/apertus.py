@@ -1,4 +1,4 @@
-"""Apertus: the name of a call is the key of its arguments.
+"""Apertus: a call is a JSON object with one key, the tool's name; the value is the arguments.
 
 ``<|tools_prefix|>[{"f": {...}}, {"g": {...}}]<|tools_suffix|>``. The deliberation, between
 ``<|inner_prefix|>`` and ``<|inner_suffix|>``, can contain calls. The source is the chat template of

@@ -22,7 +22,7 @@ from dist_aclgraph.formats.tools import Tools
 BEGIN, END = "<|START_ACTION|>", "<|END_ACTION|>"
 AROUND = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")  # the markers around the text of an answer
 MARKERS = (BEGIN, END, *AROUND)
-BEGINS = ()  # empty: no call follows text, because an answer with calls has no text
+BEGINS = ()  # empty: an answer consists either of calls or of text
 NAME = "tool_name"
 INDENT = "\n    "  # the text before each call, as in the templates
 

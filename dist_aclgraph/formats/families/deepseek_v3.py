@@ -52,7 +52,7 @@ def copy_calls(scanner: Scanner, *, is_fenced: bool) -> Scan[None]:
             name, marker = yield from scanner.read_head(["\n", *outside, end_call])
             if marker == "\n":
                 yield from scanner.match("```json\n", "```json", FENCE)
-        if marker in outside:  # an unexpected marker comes first, so this is no call
+        if marker in outside:  # the call's arguments are missing
             scanner.content(call + scanner.give_back(marker))
             continue
         if marker not in (separator, "\n") or not name.strip():

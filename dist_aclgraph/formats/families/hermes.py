@@ -16,8 +16,8 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 MARKERS = (BEGIN, END)
 BEGINS = (BEGIN,)
 # Finds the marker and the beginning of a call in the text of a template. In templates of other
-# families, a tag or another text follows this marker. The quotes of the call can be escaped with a
-# backslash. The text "' + '" can be between the marker and the call.
+# families, the text after this marker is not a JSON call. The quotes of the call can be escaped
+# with a backslash. The text "' + '" can be between the marker and the call.
 _CALL = re.compile(
     re.escape(BEGIN) + r""".{0,60}?(\{\s*\\*["'](name|arguments)\b|function\s*\|\s*tojson)""",
     re.DOTALL,

@@ -143,5 +143,5 @@ def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
 
 
 def _written(lark: Lark) -> HyTags:
-    """Return the tags in the spelling that the checkpoint's vocabulary has as tokens."""
+    """Return the tags that are tokens of the checkpoint's vocabulary."""
     return RELEASED if lark.is_token(RELEASED.calls[0]) else PREVIEW

@@ -1,4 +1,4 @@
-"""Kimi K2: a call's id contains its name, ``functions.f:0``; the arguments are JSON.
+"""Kimi K2: a call's id, ``functions.f:0``, contains the tool's name; the arguments are JSON.
 
 <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}
 <|tool_call_end|><|tool_calls_section_end|>
@@ -35,7 +35,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             call_id, marker = yield from scanner.read_head([begin, *outside, end_call])
             call_id = call_id.strip()
             name = call_id.removeprefix("functions.").rsplit(":", 1)[0]
-            if marker in outside:  # an unexpected marker comes first, so this is no call
+            if marker in outside:  # the call's arguments are missing
                 scanner.content(call + scanner.give_back(marker))
                 continue
             if marker != begin or not name:

@@ -17,7 +17,7 @@ from dist_aclgraph.formats.tools import Tools
 
 TAG = "<|python_tag|>"
 MARKERS = (TAG,)
-BEGINS = ()  # without the tag, only the first character of an answer can begin a call
+BEGINS = ()  # a call without ``TAG`` must begin at the answer's first character
 HEADER = "<|start_header_id|>"  # every template of Llama 3 contains this token
 
 

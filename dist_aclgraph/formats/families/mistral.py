@@ -45,8 +45,8 @@ def _copy_named(scanner: Scanner, tools: Tools, begin: str) -> Scan[bool]:
     """Read a call whose name precedes its arguments.
 
     Returns:
-        true if the marker of the next call came before any arguments. The text before this marker
-        then became content.
+        true if the marker of the next call came before any arguments. If true, the text before this
+        marker has become content.
     """
     call_id, arguments = scanner.coded(CALL_ID), scanner.coded(ARGUMENTS)
     name, closing = yield from scanner.read_head([call_id, arguments, "{", begin])

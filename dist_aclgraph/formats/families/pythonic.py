@@ -15,7 +15,7 @@ __all__ = ["BEGINS", "MARKERS", "fits", "lark_call", "lark_calls", "lark_text", 
 
 TAGS = ("<|python_start|>", "<|python_end|>")
 MARKERS = TAGS
-BEGINS = ()  # without the tag, only the first character of an answer can begin a call
+BEGINS = ()  # a call without tags must begin at the answer's first character
 
 
 def fits(template: str) -> bool:

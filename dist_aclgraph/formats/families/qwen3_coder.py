@@ -63,7 +63,7 @@ def copy_tagged_calls(
         if is_call:
             name, closing = yield from scanner.read_head([">", "\n", *markers, FUNCTION])
         name = name.strip()
-        if closing in (begin, FUNCTION):  # an unexpected marker comes first, so this is no call
+        if closing in (begin, FUNCTION):  # the end of the name is missing
             scanner.content(marker + scanner.give_back(closing))
             marker = closing
             continue
