@@ -52,7 +52,7 @@ def event(source: logging.Logger, name: str, level: int = logging.INFO, **fields
 
 
 class SeldomEvent:
-    """An event that each request of a client could cause. It is written at most once in
+    """An event that a client could cause with each request. It is written at most once in
     ``SELDOM_S``, so clients cannot fill the log. Its field ``count`` is the number of events since
     the last line.
     """
@@ -200,8 +200,8 @@ class _FileHandler(RotatingFileHandler):
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes lines to the object that is ``sys.stderr`` at the time of the write, because a program
-    may replace this object.
+    """Writes lines to ``sys.stderr``. Reads this variable before each write, because a program may
+    replace the object.
     """
 
     def __init__(self) -> None:

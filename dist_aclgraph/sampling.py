@@ -21,12 +21,12 @@ MAX_BAD_WORDS = 64
 MAX_CHOICES = 16384
 MAX_STRUCTURE_CHARS = 1 << 16
 # JSON allows any amount of white space. This pattern limits the amount, because some models would
-# write white space up to the limit of tokens.
+# write white space until they reach the maximum number of tokens.
 JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 
 
 def check_structure_length(num_chars: int) -> None:
-    """Raise an error if an output format of this length is too long.
+    """Raise an error if an output format has too many characters.
 
     Raises:
         InvalidParameterError: there are more than ``MAX_STRUCTURE_CHARS`` characters.
@@ -55,9 +55,9 @@ class StructuredOutputs:
         whitespace_pattern: a regular expression for white space in JSON; None allows at most eight
             blanks or newlines in a row.
         disable_any_whitespace: whether JSON must have no optional white space.
-        has_free_text: whether the answer may contain, beside calls, text without a format. Stop
-            strings can end the text only in such an answer. An answer that must have a format would
-            be incomplete after a stop string.
+        has_free_text: whether the answer may contain text without a format, in addition to tool
+            calls. If false, stop strings do not end the text, because the answer would be
+            incomplete.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -123,8 +123,8 @@ class Structure:
         is_slow: whether the computation of the allowed tokens can take longer than a step.
         num_bytes: memory that the compiled grammar takes.
         salt: compiled grammars are shared only between requests with the same salt.
-        end_ids: tokens that end the output. In reasoning before an answer with a grammar, these
-            tokens are forbidden.
+        end_ids: tokens that end the output. If the answer has a grammar, these tokens are forbidden
+            in the reasoning before the answer.
         think_begin, think_end: tokens around the reasoning; -1 if there is no reasoning. The
             grammar does not apply to the reasoning.
         is_thinking: whether the output begins within the reasoning. If false, the output's first
@@ -177,12 +177,12 @@ class SamplingParams:
         allowed_token_ids: the only tokens that may be generated; empty allows all tokens.
         bad_words: texts that are never generated; ``bad_word_ids`` contains their tokens.
         skip_special_tokens: whether the text omits special tokens.
-        spaces_between_special_tokens: has no effect, because no tokenizer that is read from
-            tokenizer.json adds such spaces.
+        spaces_between_special_tokens: has no effect, because tokenizers that are read from
+            tokenizer.json never add such spaces.
         detokenize: whether the outputs of `LLM` have a text.
         output_kind: has no effect, because `LLM` returns whole outputs only.
-        truncate_prompt_tokens: `LLM` uses this number of tokens from the end of the prompt; -1 sets
-            the largest number that fits in the context together with the output.
+        truncate_prompt_tokens: `LLM` uses only the last tokens of the prompt, at most this number;
+            -1 means the largest number with which prompt and output fit in the context.
         structured_outputs: the format that the answer must have.
         thinking_tokens: maximum number of tokens of reasoning. After this number, the reasoning
             ends.

@@ -101,21 +101,21 @@ class DirectLayout:
 class DirectStates:
     """The slots of requests that update their states token by token.
 
-    Each token names the slot that receives the state after this token. So a rejected draft needs no
-    repair: the state before the draft is still in the slot that the previous token has named. A
-    request begins with the state in the slot that its token number ``accepted`` names. Tokens are
-    counted from 1.
+    Each token has a slot, which receives the state after this token. So a rejected draft needs no
+    repair: the state before the draft is still in the previous token's slot. Before the step, the
+    slot of a request's token number ``accepted`` contains the request's state. Tokens are counted
+    from 1.
 
-    For example, the three tokens of a request with two drafts name the slots 4, 5 and 6, and one
-    draft is accepted. Then the current state is in slot 5. The next step may name 4, 5, 6 with
-    ``accepted`` 2, or 5, 4, 6 with ``accepted`` 1. If the request has only one token in the next
-    step, this token must name 5 with ``accepted`` 1.
+    For example, the three tokens of a request with two drafts have the slots 4, 5 and 6, and one
+    draft is accepted. Then the current state is in slot 5. In the next step, the tokens may have
+    the slots 4, 5 and 6 with ``accepted`` 2, or 5, 4 and 6 with ``accepted`` 1. If the request has
+    only one token in the next step, this token must have slot 5, and ``accepted`` must be 1.
 
     Attributes:
-        slots: [t] int32, the slot that each token names. All tokens of a padding request name slot
-            0. Two requests never name the same slot, except slot 0.
-        accepted: [n] int32, for each request, the number of the token that names the slot with the
-            request's current state. Tokens are counted from 1; padding has 1.
+        slots: [t] int32, the slot of each token. All tokens of a padding request have slot 0. Two
+            requests never have the same slot, except slot 0.
+        accepted: [n] int32, for each request, the number of the token whose slot contains the
+            request's state before the step. Tokens are counted from 1; padding has 1.
         sources: [n] int32, for each request, the slot with the state from which the request begins.
     """
 
@@ -179,8 +179,8 @@ class PromptStates:
             state of zeros.
         padded: [t + n * (w - 1)] int32, indices of rows. Rows 0 to t - 1 are the step's tokens. The
             next rows are states: for each request, w - 1 rows of the state from which it begins.
-            ``padded`` has, for each request, the indices of its state's rows, then of its tokens'
-            rows.
+            For each request, ``padded`` contains the indices of the state's rows, followed by the
+            indices of the tokens' rows.
         outputs: [t] int32, for each token, the index in ``padded`` of the first of the token's
             ``w`` inputs.
         tails: [n * (w - 1)] int32, indices in ``padded`` of the last w - 1 inputs of each request.

@@ -113,8 +113,8 @@ class AllToAll:
     ) -> Tensor:
         """Return the rows to send, [num_places, columns]. Rows without tokens contain padding."""
         more, m, device = (0, 0, 0, 1), x.shape[0], x.device
-        # An additional padding token fills the rows without a token. An additional row, which is
-        # not returned, receives the tokens that are not sent.
+        # Each row without a token contains the padding token that is added here. Tokens that are
+        # not sent are assigned to an additional row, which is not returned.
         nowhere = self.local.num_experts
         tokens = pack(pad(x, more), pad(experts, more, value=nowhere), pad(weights, more))
         source = torch.full((num_places + 1,), m, dtype=torch.int32, device=device)
@@ -126,16 +126,16 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class Mc2Exchange:
-    """Lets the operators of MC2 send each token to each of its experts. These operators send only
-    tokens, whereas an all-to-all also sends rows without tokens.
+    """Sends each token to each of its experts, by the operators of MC2. These operators send only
+    tokens, whereas an all-to-all also sends rows of padding.
 
     The operators are ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``. The
     planner checks the limits of these operators. If the operators accept no mask, padding tokens
     are sent, computed and counted like other tokens.
 
     Attributes:
-        group: a group that only MC2 uses.
-        operators: the operators of MC2 for this chip.
+        group: the expert parallel ranks, in a communication group that only MC2 uses.
+        operators: properties of MC2's operators on this chip.
     """
 
     group: CommGroup

@@ -46,7 +46,7 @@ class LayerAttention(Protocol):
 
     @property
     def quantises_rows(self) -> bool:
-        """Whether only int8 products read the input of ``project``."""
+        """Whether all products that read the input of ``project`` are int8 products."""
 
     def project(
         self, h: Rows, rope: Rope, metadata: AttentionMetadata | None
@@ -90,8 +90,8 @@ class AttentionKind(Protocol):
         """Return the attention of layer ``index`` on this rank."""
 
     def make_cache(self, room: CacheRoom) -> Cache:
-        """Return one layer's cache. Block 0 and slot 0 must not contain NaN, because padding reads
-        them.
+        """Return one layer's cache. Block 0 and slot 0 must not contain NaN, because padding tokens
+        read both.
         """
 
 
@@ -100,13 +100,13 @@ class PagedKind(AttentionKind, Protocol):
 
     Attributes:
         slot_dtype: type of slot numbers that the operator needs to write the cache.
-        takes_long_queries: whether requests with many queries may attend directly to a cache that
-            is not sharded.
+        takes_long_queries: whether a request with many query tokens may attend directly to the
+            cache, if the cache is not sharded.
         ropes_written: whether keys are rotated when they are written to the cache, so that the
             write needs rows of cos and sin.
         reads_device_rows: whether attention reads the lengths of requests on the device. This is
             true for attention to chosen keys, and for attention to latents in int8. If the cache is
-            sharded, the lengths count index keys, because every rank has all index keys.
+            sharded, a length is the number of index keys, because every rank has all index keys.
         chooses_keys: whether an indexer chooses the keys to which a query attends.
     """
 

@@ -2,10 +2,10 @@
 read.
 
 Files are mapped into memory, so the ranks of a node share the pages, and each rank touches only its
-slices. A slice is converted (to another dtype, to int8, or to floats) on the device. Values of four
-bits, FP8 and MXFP4 are converted on the host, because not every chip supports FP8. Quantised
-weights are multiplied by their scales while they are read. The exceptions are matrices of products
-that run in int8 or with weights of four bits.
+slices. A slice is converted (to another dtype, to int8, or to floats) on the device. Four-bit
+values, FP8 values and MXFP4 values are converted on the host, because not every chip supports FP8.
+Quantised weights are multiplied by their scales while they are read. The exceptions are matrices
+for products in int8, and matrices for products with four-bit weights.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Checkpoint:
     """The tensors of a directory of safetensors files.
 
     The object owns the open files, and one buffer. Tensors are read piece by piece through this
-    buffer, because a new buffer for each piece would need new memory pages. It knows names and
-    shapes, but nothing about layers or ranks.
+    buffer, because a new buffer for each piece would need new memory pages. The object knows names
+    and shapes, but nothing about layers or ranks.
 
     Attributes:
         dtype: type to which all floats are converted when they are read. The files can store
@@ -136,14 +136,15 @@ class Checkpoint:
         *,
         has_blocks: bool = False,
     ) -> Tensor:
-        """Return a part of one tensor (the member) in a stack of tensors: the range ``[start,
-        stop)`` of the member's dimension ``dim``. Elements after the member's end are zero.
+        """Return a part of a member, which is one tensor in a stack of tensors. The part is the
+        range ``[start, stop)`` of the member's dimension ``dim``. Elements after the member's end
+        are zero.
 
         Args:
             shape: shape of the stack; the first dimension is the number of members.
             dim: dimension of the member.
             has_blocks: whether members are [out, in] matrices, which may be stored in FP8. If
-                false, they are vectors, or [in, out] matrices, which may be stored in MXFP4.
+                false, members are vectors, or [in, out] matrices, which may be stored in MXFP4.
 
         Raises:
             MissingTensorError, UnsupportedModelError: see ``read``.
@@ -254,8 +255,8 @@ class Checkpoint:
             rearrange: changes the order of outputs, [..., out] -> [..., out]; None keeps the order.
 
         Raises:
-            ConfigError: ``dtype`` is float32, or the requested range of inputs cuts a group of
-                inputs that share a scale.
+            ConfigError: ``dtype`` is float32, or the range of inputs begins or ends within a group
+                of inputs with the same scale.
             MissingTensorError: see ``read``.
             UnsupportedModelError: the values have offsets.
         """
@@ -327,7 +328,7 @@ class Checkpoint:
         return part.to(dtype)
 
     def _check_floats(self, name: str, source: Any) -> None:
-        """Raise an error if the values need scales and the checkpoint has none for them."""
+        """Raise an error if the type of the stored values is not in ``FLOATS``."""
         self._check_type(name, source, FLOATS)
 
     def _check_type(self, name: str, source: Any, known: Sequence[str]) -> None:
@@ -342,7 +343,8 @@ class Checkpoint:
         form = self._int4_formats.of(self._stored_name(name))
         if form is None:
             return None
-        # A format's pattern of names can also match embeddings and norms, but these have no scales.
+        # A format's pattern of names can also match embeddings and norms. A tensor without scales
+        # is not a four-bit matrix.
         module = name.removesuffix(".weight")
         has_scales = any(f"{module}.{part}" in self for part in ("weight_scale", "weight_packed"))
         return form if has_scales else None
@@ -403,8 +405,8 @@ class Checkpoint:
         return sum(name.startswith(self._names.ignored) for name in self._file_of)
 
     def refuse_unread_biases(self) -> None:
-        """Call this after all weights were read. This method raises an error if a bias of one of
-        these weights is stored, but was not read.
+        """Call this after all weights were read. This method raises an error if the checkpoint
+        contains a bias for one of these weights, and this bias was not read.
 
         Some tools add biases that the model does not have. Such a bias is ignored if all of its
         values are zero. Biases of weights that this rank did not read, such as the weights of other

@@ -22,7 +22,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 
 
 class Decoder:
-    """The part of a decoder that one tensor parallel rank has.
+    """One tensor parallel rank's part of a decoder.
 
     The object owns the weights. It knows nothing about requests, batches or graphs.
     """
@@ -46,8 +46,8 @@ class Decoder:
         Args:
             drafts: whether the next-token module is also loaded.
             note: called after each weight is on the device, with the weight's number of bytes.
-            experts: the settings with which the rank runs its layers of experts; None means the
-                defaults of ``ExpertSetup``.
+            experts: the settings for the rank's layers of experts; None means the defaults of
+                ``ExpertSetup``.
             fusions: the fused operators that layers may use; None if layers use no fused operators.
             int8_latents: whether caches store latents in int8.
 
@@ -134,7 +134,7 @@ def _load_embedding(slices: WeightSlices, spec: ModelSpec) -> VocabularyEmbeddin
 def _load_head(
     slices: WeightSlices, spec: ModelSpec, embedding: VocabularyEmbedding
 ) -> VocabularyHead:
-    # A decoder without a stored head computes only embeddings, so its logits are not used.
+    # A checkpoint without a head is for embeddings, so the logits of this tied head are not used.
     sizes = spec.vocab_size, slices.group, spec.logit_scale
     tied = VocabularyHead(embedding.weight.t(), *sizes)
     is_tied, name = spec.tie_word_embeddings, "lm_head.weight"

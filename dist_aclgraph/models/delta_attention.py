@@ -113,7 +113,8 @@ class DeltaKind:
         """Return the convolution and the rule of a layer.
 
         Args:
-            convolution: the weights of this rank's channels, [channels, 1, width] each.
+            convolution: the weights of this rank's channels, in tensors of the shape [channels, 1,
+                width].
         """
         heads = self._heads
         weight = slices.place(torch.cat(convolution).squeeze(1).t().float())

@@ -112,8 +112,8 @@ def _load_router(
 
 
 def _load_copies(slices: WeightSlices, placement: ExpertPlacement) -> ExpertCopies | None:
-    """Return the slots of the copies of all experts. Return None if every expert exists only once,
-    so that slots equal ids.
+    """Return, for each expert, the slots of its copies. Return None if every expert exists only
+    once. In this case, the slot of each expert is equal to its id.
     """
     if not placement.has_copies:
         return None

@@ -3,8 +3,8 @@ of these operators, and the format, works only with some chips, versions and typ
 
 These limits come from the documents and sources of CANN's operators (ops-nn) and of torch_npu
 (op-plugin). None of these limits was tested on an NPU. A fused operator and separate operators
-round their results differently: the fused operator quantises float32 values, but separate operators
-first round the values to the type of activations.
+round their results differently. The fused operator quantises float32 values. Separate operators
+first round the values to the type of the activations.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Fusion:
         modes: possible values of graph.mode; empty if all values are possible.
         needs: name of another fusion that this operator requires; None if it requires no other
             fusion.
-        place: text of the report that describes one place of the model where the operator fits; {}
-            stands for the width.
+        place: the report's text for places of the model where the operator fits; {} stands for the
+            width.
     """
 
     name: FusionName
@@ -112,8 +112,8 @@ FUSIONS = (
     Fusion(
         "expert_swiglu_quant",
         # This operator replaces npu_grouped_matmul and the one or two operators after it. CANN 8.5
-        # has only version 1 of this operator, which needs cumulative counts. But in CANN 8.5, the
-        # operator that sorts rows does not compute cumulative counts.
+        # has only version 1 of this operator. Version 1 requires cumulative row counts of the
+        # experts, but the operator that sorts rows does not compute them in CANN 8.5.
         "npu_grouped_matmul_swiglu_quant_v2",
         dtypes=("bfloat16", "float16"),
         # the kernel writes rows without gaps, and each row must begin at a multiple of 32 bytes
@@ -127,15 +127,15 @@ FUSIONS = (
         # the format.
         "npu_quant_matmul and npu_grouped_matmul with weights in FRACTAL_NZ",
         dtypes=("bfloat16", "float16"),
-        # All blocks of the format must be full, so that weights need no more memory than in the
-        # format ND.
+        # Only full blocks of the format are allowed. Weights in partial blocks would need more
+        # memory than in the format ND.
         multiple=32,
         place="matrices of {} outputs",
     ),
     Fusion(
         "latent_prologue",
         # This operator replaces all operators after a layer's norm and before latent attention.
-        # CANN 8.5 is not supported, because in its published sources, the operator's arguments have
+        # CANN 8.5 is not supported, because its published sources have the operator's arguments in
         # another order. Documents of later versions of CANN also allow sizes that this entry does
         # not allow.
         "npu_mla_prolog_v3",
@@ -161,8 +161,8 @@ class Fusions:
 
     def __init__(self, obstacles: Mapping[FusionName, str | None]) -> None:
         """Args:
-        obstacles: for each operator, the reason why no place of the model may use it; None if
-            places may use it.
+        obstacles: for each operator, the reason why no place of the model may use the operator;
+            None if there is no such reason.
         """
         self._obstacles = obstacles
         self._fusions = {fusion.name: fusion for fusion in FUSIONS}
@@ -187,8 +187,7 @@ class Fusions:
         return cls({fusion.name: "not in device.fusions" for fusion in FUSIONS})
 
     def use(self, name: FusionName, width: int) -> bool:
-        """Return whether a place of the model uses the operator ``name``, and count the place if it
-        does.
+        """Return whether a place of the model uses the operator ``name``. If true, count the place.
 
         Args:
             width: number of elements of an int8 row at this place; for nz_weights, the number of

@@ -26,8 +26,8 @@ class GatedDeltaAttention(DeltaAttention):
 
     Attributes:
         qkvz: product that computes the inputs of the convolution, and z, the gates of the results.
-        gates: product that computes b and a, from which beta and g are computed. b and a have one
-            number for each value head.
+        gates: product that computes b and a. beta is computed from b, and g is computed from a. b
+            and a have one number for each value head.
         decay: [num_value_heads] float32, ``-exp(A_log)``.
         dt_bias: [num_value_heads] float32, added to a.
         activate: maps z and the normalised results, which are joined in one tensor, to the input of
@@ -142,8 +142,8 @@ class GatedDeltaKind(DeltaKind):
     def _grouped(
         self, slices: WeightSlices, prefix: str
     ) -> tuple[list[MatrixPart], list[MatrixPart]]:
-        """Return the matrices of ``qkvz`` and ``gates`` from a checkpoint that stores their parts
-        key head by key head.
+        """Return the matrices of ``qkvz`` and ``gates`` from a checkpoint that groups their parts
+        by key head.
         """
         linear = self._linear
         count = linear.num_value_heads // linear.num_key_heads
@@ -157,8 +157,8 @@ class GatedDeltaKind(DeltaKind):
         """Return this rank's part of a matrix that stores, for each key head, several parts.
 
         Args:
-            widths: number of outputs of each part. In the result, the first parts of all heads come
-                first, then the second parts of all heads, and so on.
+            widths: number of outputs of each part. The result contains the first parts of all
+                heads, then the second parts of all heads, and so on.
         """
         keys, width = self._heads.keys, sum(widths)
         shape = (self._linear.num_key_heads * width, self._hidden)

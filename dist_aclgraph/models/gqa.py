@@ -106,8 +106,8 @@ class GroupedQueryAttention:
             q, k = self.rope_rows.rotate(q, k, rope)
         if self.norms is not None and self.norms_follow_rope:
             q, k = self.norms(q, k)
-        # Without a norm and without a rotation, q and k are still views of the wider rows of
-        # ``qkv``.
+        # Without norm and rotation, q and k are views of the results of ``qkv``, and not
+        # contiguous.
         q, k = q[0].contiguous(), k[0].contiguous()
         # The cache write accepts only contiguous rows.
         v = v.reshape(n, a.num_kv_heads, a.head_dim).contiguous()

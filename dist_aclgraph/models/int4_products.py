@@ -31,7 +31,7 @@ class SharedZeros:
         self._zeros = torch.empty(0)
 
     def like(self, tensor: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return zeros with the shape and type of ``tensor``. The caller must not change them.
+        """Return zeros with the shape and type of ``tensor``. The caller must not change the zeros.
 
         Args:
             place: puts a new tensor on the device.
@@ -80,8 +80,8 @@ class Int4Weights:
         """Write the matrix with the index ``index``. The matrices must be written in order.
 
         Raises:
-            ConfigError: a part has an odd number of outputs. Each byte must contain two outputs of
-                the part.
+            ConfigError: a part has an odd number of outputs. Each byte contains two outputs of the
+                same part.
         """
         assert index == len(self._scales)
         widths = [len(part.pairs) for part in parts]

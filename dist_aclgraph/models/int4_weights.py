@@ -41,8 +41,8 @@ class PackedInt4Matrix:
         pairs: [out / 2, in] int8, the first output in the low bits.
         scales: [out, groups] float32, one scale for each group of inputs. All groups have the same
             number of inputs.
-        sums: [out] float32: 8 times the sum of each output's weights; None if the product does not
-            need them.
+        sums: [out] float32: for each output, 8 times the sum of its weights; None if the product
+            does not need these sums.
     """
 
     pairs: Tensor
@@ -221,10 +221,10 @@ class StoredInt4:
                 )
 
     def _regrouped(self, scales: Tensor, start: int, stop: int) -> Tensor:
-        """Return the scales of the inputs [start, stop); scales after the matrix's end are zero. If
-        a group is cut by the limits of this range, or if the last group is shorter than the others,
-        all groups are divided into smaller groups of equal size. The parts of a group have the
-        group's scale.
+        """Return the scales of the inputs [start, stop); scales after the matrix's end are zero.
+        All groups are divided into smaller groups of equal size if the range begins or ends within
+        a group, or if the last group is shorter than the others. Each smaller group has the scale
+        of its original group.
         """
         if scales.shape[1] == 1:
             return scales
@@ -268,8 +268,8 @@ def _halves(pairs: Tensor) -> list[Tensor]:
 
 
 def _turned(packed: Tensor) -> Tensor:
-    """Repack weights of four bits: from bytes that contain two neighbouring inputs to bytes that
-    contain two neighbouring outputs.
+    """Repack weights of four bits. In ``packed``, each byte contains two neighbouring inputs. In
+    the result, each byte contains two neighbouring outputs.
 
     Args:
         packed: [out, in / 2] uint8, the first input in the low bits.

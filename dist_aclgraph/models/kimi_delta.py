@@ -57,7 +57,7 @@ class KimiDeltaAttention(DeltaAttention):
         decays, gates, b = (x.contiguous() for x in torch.split(self.inner(h), widths, dim=-1))
         steps = softplus(self.decays(decays).float() + self.dt_bias)
         g = steps.view(len(steps), delta.num_value_heads, delta.key_dim) * self.decay
-        # beta is not rounded to another type, because plain operators compute the rule in float32
+        # beta stays in float32, because separate operators compute the rule in float32
         beta = b.float().sigmoid()
         qkv = self.qkv(h)
         return qkv, g, beta, self.gates(gates), self.room_for_results(qkv)

@@ -1,8 +1,8 @@
 """A sequence of decoder layers, each with any kind of attention.
 
 The forward pass is a sequence of segments, with attention between two segments
-(``before_attention`` and ``after_attention`` of each layer). So the whole pass can be captured as
-one graph, or each segment as a separate graph.
+(``before_attention`` and ``after_attention`` of each layer). So one graph can contain the whole
+pass, or each graph can contain one segment.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FeedForward(Protocol):
 
     @property
     def quantises_rows(self) -> bool:
-        """Whether only int8 products read the input."""
+        """Whether all products that read the input are int8 products."""
 
     def __call__(self, x: Rows, slots: Tensor, step: ExpertStep) -> Tensor:
         """Map [n, hidden] to [n, hidden], summed over the ranks."""
@@ -132,7 +132,8 @@ class DecoderLayer:
         norms = self.output_norms or (None, None)
         result = self._result(self.attention.output(attended), norms[0])
         if self.post_attention_norm is None:
-            # The norm is computed a second time, so that segments need not pass its result on.
+            # The norm is computed a second time, so that the previous segment need not return its
+            # result.
             assert not isinstance(self.input_norm, Int8Norm)
             h: Rows = self.input_norm(residual)
             both = result + self._result(self.feed_forward(h, slots, step), norms[1])
@@ -141,8 +142,9 @@ class DecoderLayer:
         return self._result(self.feed_forward(h, slots, step), norms[1]), residual
 
     def _result(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """Return the summand for the residual stream: the result ``x`` of a part of the layer,
-        normalised if ``output_norms`` is set, and multiplied by ``result_scale``.
+        """Return the tensor that is added to the residual stream. This tensor is the result ``x``
+        of a part of the layer, normalised if ``norm`` is not None, and multiplied by
+        ``result_scale``.
         """
         x = x if norm is None else norm(x)
         return x if self.result_scale == 1 else x * self.result_scale
@@ -168,9 +170,8 @@ def load_layer(
             load_norm(slices, spec, f"{prefix}.post_mlp_layernorm.weight"),
         )
     is_first = index in (0, spec.num_layers)  # first layer of the decoder or next-token module
-    # An ``Int8Norm`` always adds a residual stream, which the first layer does not have. If
-    # attention and the feed-forward part share a norm, ``after_attention`` computes it without this
-    # addition.
+    # An ``Int8Norm`` always adds a residual stream. The first layer has no residual stream to add.
+    # A norm that attention and the feed-forward part share must not add it in ``after_attention``.
     fuses_input = attention.quantises_rows and not is_first and norm is not None
     return DecoderLayer(
         slices.norm_before(input_norm, fuses_input),

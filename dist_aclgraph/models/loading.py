@@ -132,8 +132,8 @@ class WeightSlices:
         *,
         has_blocks: bool = False,
     ) -> Tensor:
-        """Return parts of some tensors (the members) in a stack of tensors: the range ``[start,
-        stop)`` of each member's dimension ``dim``.
+        """Return parts of some members of a stack of tensors. A member is one tensor of the stack.
+        Each part is the range ``[start, stop)`` of a member's dimension ``dim``.
 
         Args:
             shape: shape of the stack; the first dimension is the number of members.
@@ -167,8 +167,8 @@ class WeightSlices:
     def matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
     ) -> MatrixPart:
-        """Return the range ``[start, stop)`` of the dimension ``dim`` of an [out, in] weight as a
-        ``MatrixPart``, which reads nothing.
+        """Describe the range ``[start, stop)`` of the dimension ``dim`` of an [out, in] weight.
+        This method reads nothing.
         """
         return MatrixPart(f"{name}.weight", shape, dim, start, stop)
 
@@ -211,7 +211,8 @@ class WeightSlices:
         return in_blocks(weight) if fits else weight
 
     def norm_before(self, norm: Norm | NoNorm, quantises_rows: bool) -> Norm | NoNorm | Int8Norm:
-        """Return a norm. Its results are floats or int8, whichever the layers after the norm need.
+        """Return a norm. The norm's results are floats or int8, as the layers after the norm
+        require.
 
         Args:
             quantises_rows: whether only int8 products read the results.
@@ -224,8 +225,8 @@ class WeightSlices:
     def activation(
         self, down: Product | ExpertProduct, kind: ActivationName = "silu"
     ) -> Activation:
-        """Return an activation. Its results are floats or int8, whichever the product ``down``
-        needs.
+        """Return an activation. The activation's results are floats or int8, as the product
+        ``down`` requires.
         """
         if kind != "silu":
             return geglu if kind == "gelu_pytorch_tanh" else squared_relu
@@ -233,8 +234,8 @@ class WeightSlices:
         return swiglu_to_int8 if fuses else swiglu
 
     def inner_product(self, gate_up: ExpertProduct, down: ExpertProduct) -> InnerProduct:
-        """Return an object that multiplies by the experts' weights of gate and up, and applies the
-        activation. The results are floats or int8, whichever the product ``down`` needs.
+        """Return an object that multiplies rows by the experts' weights of gate and up, and applies
+        the activation. The results are floats or int8, as the product ``down`` requires.
         """
         width = down.weight.shape[-2]
         if (
@@ -247,7 +248,7 @@ class WeightSlices:
         return ActivatedProduct(gate_up, self.activation(down))
 
     def _form_of(self, parts: Iterable[MatrixPart]) -> torch.dtype | Int4Format:
-        """Return the form in which one operator reads all of these matrices.
+        """Return the common form in which one operator can read all of these matrices.
 
         If all matrices have the same form, this form is the result. Otherwise the result is floats,
         because matrices that a checkpoint stores in floats must not be quantised.
@@ -256,8 +257,8 @@ class WeightSlices:
         return forms.pop() if len(forms) == 1 else self.checkpoint.dtype
 
     def _read_int4(self, stack: Sequence[Sequence[MatrixPart]], form: Int4Format) -> Int4Weights:
-        """Return a stack of matrices of four bits. Each matrix of the result concatenates the
-        matrices in one element of ``stack``.
+        """Return a stack of matrices of four bits. Each matrix of the result is the concatenation
+        of the matrices in one element of ``stack``.
         """
         num_inputs, num_outputs = _sizes(stack[0])
         weights = Int4Weights(
@@ -347,7 +348,7 @@ def part_by_part(widths: Sequence[int]) -> Callable[[Tensor], Tensor]:
 
     Args:
         widths: number of outputs of each part of a head. In the new order, the first parts of all
-            heads come first, then the second parts of all heads, and so on.
+            heads are followed by the second parts of all heads, and so on.
     """
 
     def rearrange(outputs: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ def share_latent_heads(num_heads: int, group: CommGroup, *, pads_heads: bool = T
     """Return this rank's heads.
 
     Args:
-        pads_heads: whether attention adds heads of zeros if the operator does not accept the number
-            of heads.
+        pads_heads: whether attention may add heads of zeros, so that the operator accepts the
+            number of heads.
 
     Raises:
         ConfigError: the number of heads is not a multiple of the group size, or the attention
@@ -45,16 +45,15 @@ class MultiHeadLatentAttention:
     """The attention of one layer on this rank.
 
     Attributes:
-        down: one product, or two products if there is a prologue. From the hidden states, ``down``
-            computes the latents of queries [q_rank], the latent [512], and the part of the key that
-            is rotated [64]. In models without latents of queries, ``down`` computes the queries
-            instead of these latents.
+        down: one product; two products if ``prologue`` is set. From the hidden states, ``down``
+            computes the latents of queries [q_rank], the latent [512], and the rotated part of the
+            key [64]. If the model has no latents of queries, ``down`` computes the queries.
         q_norm: [q_rank], weight of the norm of the queries' latents; None if ``down`` computes the
             queries.
         q_up: product that computes the queries from their latents: q_rank -> heads * 192; None if
             ``down`` computes the queries.
-        prologue: one operator that does the work before attention in steps whose tokens all attend
-            directly; None if all steps use separate operators.
+        prologue: one operator that computes all inputs of attention. It runs in steps in which all
+            tokens attend directly to the cache. None if all steps use separate operators.
     """
 
     down: tuple[Product, ...]
@@ -120,7 +119,7 @@ class MultiHeadLatentAttention:
 
 def _has_int8_rows(inputs: tuple[Tensor, ...]) -> bool:
     """Return whether ``inputs``, the inputs of ``attend``, are int8 rows for the prologue. If
-    false, they are the results of separate operators.
+    false, ``inputs`` are the results of separate operators.
     """
     return inputs[0].dtype == torch.int8
 
@@ -189,9 +188,9 @@ class LatentKind:
         return matrix.rearranged(lambda columns: self._paired(columns, d))
 
     def _paired(self, weight: Tensor, width: int) -> Tensor:
-        """Reorder columns, so that the two columns of each rotated pair are neighbours.
+        """Reorder columns, so that two columns that are rotated as a pair are neighbours.
 
-        In each group of ``width`` columns, the last columns belong to the rotated part.
+        In each group of ``width`` columns, the last ``rope_dim`` columns are rotated.
         """
         if self._sizes.interleaves:
             return weight
@@ -229,7 +228,7 @@ class LatentKind:
 
 
 class MultiHeadLatent(LatentKind):
-    """The kind of layers whose queries attend to all keys that they may see."""
+    """Latent attention to all keys that a query may see."""
 
     # for direct attention, the operator accepts only few queries of a request
     takes_long_queries = False
@@ -284,9 +283,7 @@ class MultiHeadLatent(LatentKind):
 
 
 class Int8Latent(MultiHeadLatent):
-    """The kind of layers whose queries attend to all keys that they may see, and whose latents are
-    stored in int8.
-    """
+    """Latent attention to all keys that a query may see, with latents stored in int8."""
 
     reads_device_rows = True
     _attention = Int8LatentAttention

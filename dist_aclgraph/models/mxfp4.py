@@ -26,8 +26,8 @@ def dequantise(blocks: Tensor, powers: Tensor, dtype: torch.dtype) -> Tensor:
         blocks: [rows, groups, 16] uint8.
         powers: [rows, groups] uint8.
     """
-    # bfloat16 can represent all products of values and powers, because a value has two significant
-    # bits, and bfloat16 has the same range of powers.
+    # bfloat16 can represent all products of values and powers. A value has two significant bits,
+    # and the range of powers is the range of bfloat16.
     pairs = torch.tensor(_PAIRS, dtype=torch.bfloat16)
     values = pairs.index_select(0, blocks.flatten().int()).view(*powers.shape, GROUP)
     factors = torch.pow(2.0, powers.float() - _BIAS).bfloat16()

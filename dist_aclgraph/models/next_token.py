@@ -59,13 +59,13 @@ class NextTokenModule:
         metadata: AttentionMetadata,
         step: ExpertStep,
     ) -> Tensor:
-        """Return the normalised hidden states, [n, hidden], which are the input of ``logits``, and
-        of the call for the next draft.
+        """Return the normalised hidden states, [n, hidden]. ``logits`` and the call for the next
+        draft read these states.
 
         Args:
             token_ids: [n] int32, for each row, the token after its position.
-            hidden: [n, hidden], for each row, the hidden state at its position, from the decoder,
-                or from the call for the previous draft.
+            hidden: [n, hidden], the hidden state at each row's position. The decoder or the call
+                for the previous draft has computed this state.
             positions: [n] int32, the position of each row.
         """
         inputs = (token_ids, hidden)

@@ -1,7 +1,7 @@
 """Reads a checkpoint into the page cache before ranks copy slices from it.
 
-So the disk reads the next chunks while the process converts slices. The chunks of each file are
-divided among the ranks of a node. Together, the ranks request each byte of a file once, in
+So the next chunks are read from the disk while the process converts slices. The chunks of each file
+are divided among the ranks of a node. Together, the ranks request each byte of a file once, in
 ascending order. All ranks profit from this order, because they need slices of the same tensors at
 about the same time.
 """
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Neighbour:
-    """The index of a rank among the ranks of its node that load weights at the same time, and the
+    """A rank's index among the ranks that load weights on the same node at the same time, and the
     number of these ranks.
     """
 
@@ -57,8 +57,8 @@ def read_ahead(files: Sequence[Path], rank: Neighbour) -> threading.Thread | Non
     while this process works.
 
     Returns:
-        The thread. None if the files do not fit into memory; in this case, only the operating
-        system reads ahead.
+        The thread. None if a file cannot be found, or the files do not fit into memory. Then only
+        the operating system reads ahead.
     """
     try:
         sizes = [file.stat().st_size for file in files]
@@ -81,7 +81,7 @@ def _ask(files: Sequence[Path], sizes: Sequence[int], rank: Neighbour) -> None:
 
 
 def _available_bytes() -> int:
-    """Return the bytes of memory that are free, plus the bytes that contain only cached files."""
+    """Return the number of bytes of memory that are free or contain only cached files."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

@@ -94,8 +94,8 @@ class MultiHeadSparseAttention:
 
     @property
     def quantises_rows(self) -> bool:
-        # If the layer has an indexer, the rows must be floats, because they are also the input of
-        # the indexer's ``head_weights``.
+        # If the layer has an indexer, the rows must be floats, because the indexer's
+        # ``head_weights`` also reads the rows.
         return self.indexer is None and self.down.quantises_rows
 
     def project(
@@ -217,11 +217,11 @@ class SparseLatent(LatentKind):
         return slices.matrix(name, (out, width), 0, 0, out).rearranged(self._half_split)
 
     def _half_split(self, columns: Tensor) -> Tensor:
-        """Reorder the rotated part of each head. The first elements of all pairs of neighbours come
-        first, then the second elements of all pairs.
+        """Reorder the rotated part of each head. The part consists of pairs of neighbours. In the
+        result, the first elements of all pairs are followed by the second elements.
 
-        Products of index queries and index keys do not depend on the order of elements. So with
-        this order, the same operator can rotate the heads of all checkpoints.
+        Products of index queries and index keys do not depend on the order of elements. With this
+        order, the same operator can rotate the heads of all checkpoints.
 
         Args:
             columns: [n, index heads * 128]; the first elements of each head are its rotated part.

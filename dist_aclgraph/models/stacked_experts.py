@@ -36,7 +36,8 @@ def load_stacked_products(
     def stack(name: str, shape: tuple[int, ...], dim: int, first: int, last: int) -> Tensor:
         return slices.stack(f"{prefix}.{name}", (count, *shape), here, dim, first, last)
 
-    # The columns of gate and up alternate, so a part of the inner width is a range of columns.
+    # The columns of gate and up alternate, so all columns for a part of the inner width are
+    # neighbours.
     gate_up = stack("gate_up_proj", (hidden, 2 * width), 1, 2 * start, 2 * stop)
     down = stack("down_proj", (width, hidden), 0, start, stop)
     if not experts.has_product_biases:
@@ -59,9 +60,9 @@ def load_joined_products(
     here: Sequence[int],
     share: tuple[int, int],
 ) -> tuple[GroupedProduct, GroupedProduct]:
-    """Return two products for the experts in ``here``: one for gate and up, and one for down. Their
-    weights are stored as [experts, out, in], or, with ``joined_is_transposed``, as [experts, in,
-    out].
+    """Return two products for the experts in ``here``: one for gate and up, and one for down. The
+    checkpoint stores the weights as [experts, out, in]; or possibly as [experts, in, out], if
+    ``joined_is_transposed`` is true.
 
     The products have no biases. In the stored tensor, all rows of gate come before the rows of up.
 
@@ -69,7 +70,8 @@ def load_joined_products(
         ConfigError: the deployment converts matrices to int8.
     """
     count, width, (start, stop) = experts.num_experts, experts.width, share
-    # transformers 5 saves [experts, out, in] for all model families.
+    # The stored shape decides, because transformers 5 saves [experts, out, in] for all model
+    # families.
     stored = slices.checkpoint.shape_of(f"{prefix}.gate_up_proj")
     transposed = experts.joined_is_transposed and stored == (count, hidden, 2 * width)
     if slices.checkpoint.quantises:

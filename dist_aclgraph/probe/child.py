@@ -33,7 +33,7 @@ class Task(msgspec.Struct, frozen=True):
 
     Attributes:
         device_id: the NPU that this process may use.
-        meeting: a file that the ranks of a question use to find each other and to form their HCCL
+        meeting: a file through which the processes of a question find each other to form an HCCL
             world.
         output: the file to which libraries' output is written.
     """
@@ -60,7 +60,7 @@ def main(task: Task, parent: Connection, plant: Callable[[], None] | None = None
         bench = _open_bench(task, probe)
         if plant is not None:
             plant()
-    except Exception as e:  # any error of a broken installation must become a row of the report
+    except Exception as e:  # every error of a broken installation is reported as a row
         outcome = Outcome(
             "the device cannot be opened",
             code=_code_of(e),
@@ -71,7 +71,8 @@ def main(task: Task, parent: Connection, plant: Callable[[], None] | None = None
         parent.send(None)
         outcome = ask(probe, bench)
     parent.send(outcome)
-    # Wait until the parent closes the pipe or dies, because another rank might need this process.
+    # Wait until the parent closes the pipe or dies, because another rank may still communicate with
+    # this process.
     parent.poll(None)
     # Exit without destructors, because they might wait for a stopped device.
     os._exit(0)

@@ -55,9 +55,10 @@ def rules_text(report: Report) -> str:
     """Return the text of a file of rules, made from a report's differences.
 
     ``[settings]`` contains three kinds of settings of the emulator (``emulator/README.md``): facts;
-    rules of the emulator that the device does not have; and operators that only the device refuses.
-    ``[answers]`` contains the answers that differ from the emulator's answers. Numbers are without
-    units. Two numbers match if they differ by at most a factor of two.
+    ``admit``, the rules of the emulator that the device does not have; and ``refuse``, the
+    operators that only the device refuses. ``[answers]`` contains the answers that differ from the
+    emulator's answers. Numbers are without units. Two numbers match if they differ by at most a
+    factor of two.
     """
     rows = {row.name: row for row in report.rows}
     settings = [

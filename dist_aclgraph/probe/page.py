@@ -13,7 +13,7 @@ from dist_aclgraph.probe.row import Report, Row, plain
 
 MAX_CELL = 200  # maximum number of characters in a cell
 TEMPLATE = Path(__file__).with_name("report.html")
-FACTS = "facts"  # the names of questions about the machine begin with this folder
+FACTS = "facts"  # folder in the names of questions about the machine
 
 
 def report_page(report: Report) -> str:

@@ -1,7 +1,7 @@
 """A question to a device, and the emulator's answer.
 
-This module does not import torch, because the process that starts the questions' processes must
-work even if CANN cannot be loaded.
+This module does not import torch. The process that starts the questions' processes imports this
+module, and must work even if CANN cannot be loaded.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Between:
 class ByCann:
     """The expected answer depends on CANN's release.
 
-    ``cann_8_5_1`` is the answer of CANN 8 from 8.5.1 on, if it differs from ``cann_8``.
+    If set, ``cann_8_5_1`` replaces ``cann_8`` for CANN 8.5.1 and later releases of CANN 8.
     ``a2_cann_8`` and ``a2_cann_9`` replace the answers for an A2.
     """
 
@@ -120,10 +120,10 @@ class Probe:
         task_queue: value of torch_npu's TASK_QUEUE_ENABLE. With 0, an operator's error contains the
             operator's name.
         setting: name of the emulator's setting that contains the answer to this question.
-        rule: part of the emulator's error text, if the emulator refuses the call and a device may
-            accept it.
-        operator: if a device refuses the question's call, an emulator with the device's rules
-            refuses this operator.
+        rule: part of the emulator's error text. Set if the emulator refuses the call, and a device
+            may accept the call.
+        operator: the operator that an emulator with the device's rules refuses, if the device
+            refuses the question's call.
     """
 
     name: str

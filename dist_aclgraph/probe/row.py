@@ -26,7 +26,8 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         text: the error, or other details.
         chip: name of the device; "" if no device was opened.
         cann: version of CANN; "" if unknown.
-        was_asked: whether the machine has all that the question needs, and the device was opened.
+        was_asked: whether the machine has everything that the question needs, and the device was
+            opened.
     """
 
     found: str
@@ -66,7 +67,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     Attributes:
         version: version of this package.
         machine: the facts that identify host, wheels and driver, by name.
-        running: the question that was running when the file was written. If the run was cut off
+        running: the question that was running when the file was written. If the run was aborted
             during this question, the question is not asked again.
     """
 

@@ -1,6 +1,6 @@
 """Runs questions one after the other, each in new processes with a time limit.
 
-If a question hangs, kills its process or stops the device, this event is the answer.
+A question can hang, kill its process or stop the device. Then this event is recorded as the answer.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ class Runner:
                     if outcome.chip:
                         report.set_device(outcome.chip, outcome.cann)
                 except (KeyboardInterrupt, ConfigError):
-                    # The run continues, so the question that was running has not crashed the
-                    # machine.
+                    # This process is still running, so the question has not crashed the machine.
                     report.running = None
                     save(report)
                     raise

@@ -101,8 +101,8 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
             Exception: _our_error,
         },
     )
-    # ``Edge`` is not a middleware of Starlette, because Starlette's layers would double the time of
-    # a refusal.
+    # ``Edge`` is not a middleware of Starlette, because a refusal that passes through Starlette's
+    # layers takes twice as long.
     return Edge(api, access, state, partial(_methods_of, routes), names_requests=names_requests)
 
 

@@ -4,8 +4,8 @@ The application has two parts. ``groups`` starts and stops the controller and it
 ``ingress`` has ``serve.replicas`` replicas, which serve HTTP with these workers until Ray Serve
 stops the replicas.
 
-This module does not import ``annotations`` from ``__future__``: Serve needs the argument's class
-itself, and not the name of the class.
+This module does not import ``annotations`` from ``__future__``. With this import, Serve would read
+the name of the argument's class, but Serve needs the class.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # a path in the working directory or in the package
-# the limit of the scheduler's queue is lower, so it is reached first
+# the limit of the scheduler's queue is lower, and is reached first
 MAX_ONGOING_REQUESTS = 4096
 OUTLOOK_S = 20.0  # time limit of a call of ``outlook``; longer than the deployment's limit
 STAY_AGAIN_S, HEARD_S = 1.0, 2.0
@@ -49,7 +49,8 @@ class RefusedError(click.ClickException, RayServeException):  # type: ignore[mis
     """The application cannot be served.
 
     ``serve run`` prints click's errors as one sentence. ``serve status`` prints Serve's errors as
-    one sentence. Both commands print other errors with a traceback. So the class has two bases.
+    one sentence. Both commands print other errors with a traceback. So the class has two base
+    classes, one of click and one of Serve.
     """
 
 
@@ -162,8 +163,8 @@ class Ingress:
 
 
 def _leave_s(config: Config) -> float:
-    """Return the time limit, in seconds, for the end of an application. Its ingresses end first,
-    then its groups.
+    """Return the time limit, in seconds, for the end of an application. The application's ingresses
+    end first, then the application's groups.
     """
     return 2 * (config.serve.drain_s + config.timeouts.stop_s)
 

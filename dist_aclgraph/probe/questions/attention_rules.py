@@ -103,7 +103,7 @@ _CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
     ("dim_96", {"dim": 96}, _SINCE_9, "head size 96 "),
     ("dim_256", {"dim": 256}, _SINCE_9, "head size 256 "),
     ("dim_272", {"dim": 272}, REFUSED, "head size 272 "),
-    # Because this call is refused, the layers add a query head of zeros after each query head.
+    # This call is refused, so the layers add a query head of zeros after each query head.
     ("dim_256_own_keys", {"dim": 256, "kv_heads": 4}, REFUSED, "head size 256 "),
     # This is the shape of GLM-5's prompts: keys have 192 + 64 elements, and values have 256.
     (
@@ -116,16 +116,16 @@ _CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
     ("dim_192", {"dim": 192}, _SINCE_9, "head size 192 "),
     ("longer_than_keys", {"rows": 5, "length": 3, "sparse": 3}, REFUSED, "query rows, more"),
     ("as_long_as_keys", {"rows": 5, "length": 5, "sparse": 3}, ACCEPTED, None),
-    # vllm-ascend pads a step with requests that have one row and no keys.
+    # vllm-ascend pads a step with requests that have one query row and no keys.
     ("padded_row", {"padded": 0, "sparse": 3}, ACCEPTED, None),
     ("padded_row_sparse_0", {"padded": 0}, ACCEPTED, None),
     ("sparse_2", {"sparse": 2}, REFUSED, "sparse_mode must be 0, 3 or 4"),
-    # With a mask for each row, the rows of a request can be branches of a tree of drafts.
+    # With a mask for each row, a request could contain several branches of a tree of drafts.
     ("mask_sparse_0", {"masked": True}, REFUSED, "with TND sparse_mode 0 takes no"),
     ("no_keys", {"length": 0}, _SINCE_9, "must not be all zero"),
     ("shared_block", {"blocks": 1}, _SINCE_9, "blocks, the cache has"),
-    # If a device accepts the next two calls, the runtime need not pass query and KV lengths for
-    # padding.
+    # If a device accepts the next two calls, the runtime need not pass query lengths and KV lengths
+    # of padding rows.
     ("longer_table", {"table_rows": 3}, REFUSED, "needs an entry for each row"),
     ("rows_behind_last", {"rows_behind": 1}, REFUSED, "but T (rows of query)"),
     ("group_of_72", {"heads": 72, "kv_heads": 1}, REFUSED, "num_key_value_heads is 72"),

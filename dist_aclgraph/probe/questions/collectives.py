@@ -69,7 +69,7 @@ def _same_bits(bench: Bench) -> Answer:
     first = x.clone()
     _dist(bench).all_reduce(first)
     different = []
-    for i in range(NUM_REPEATS):  # no early exit: each sum needs both ranks
+    for i in range(NUM_REPEATS):  # the loop does not end early, because each sum needs both ranks
         again = x.clone()
         _dist(bench).all_reduce(again)
         if not torch.equal(first.cpu(), again.cpu()):

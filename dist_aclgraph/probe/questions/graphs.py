@@ -213,7 +213,9 @@ class UpdatableGraph:
                 event.record(self.update_stream)
 
     def close(self) -> None:
-        """Undo an update that no replay has used: wait for the events, and reset them."""
+        """Undo an update that no replay has used. Wait for the update's events, and reset these
+        events.
+        """
         main = self._bench.torch.npu.current_stream()
         for _, event in self._tasks:
             event.wait(self.update_stream)
@@ -231,7 +233,9 @@ class UpdatableGraph:
 
 
 def _of_version_2(bench: Bench, ask: Callable[..., Answer | float]) -> Answer | float:
-    """Ask about version 2 of the attention operator; update its tasks as the runtime does."""
+    """Ask about version 2 of the attention operator. Update its tasks in the same way as the
+    runtime.
+    """
     # The next import loads torch; only a child process may do this.
     from dist_aclgraph.device.npu import update_at_once
 
@@ -248,7 +252,7 @@ def _update_lengths(bench: Bench, *, operator: str = OPERATOR, at_once: bool = F
 
 
 def _replay_with(bench: Bench, graph: UpdatableGraph, length: int) -> Answer:
-    """Replay the graph with a length that is sent after the replay was queued."""
+    """Queue a replay of the graph, then set the KV length of this replay."""
     graph.graph.replay()
     graph.update(length)
     bench.synchronize()
@@ -264,7 +268,7 @@ def _update_ahead(bench: Bench) -> Answer:
 
 
 def _wrong_guess(bench: Bench) -> Answer:
-    """Update before a replay, undo the update, and send another length after the replay."""
+    """Set a wrong KV length, undo this update, queue a replay, and set the right KV length."""
     graph = UpdatableGraph(bench)
     for guess, length in ((77, 78), (2048, 1)):
         graph.update(guess)

@@ -1,4 +1,4 @@
-"""Compares the device's products with 4-bit weights to the same products on the host. The hidden
+"""Compares products on the device with products on the host. The weights have four bits. The hidden
 size and the groups are those of Kimi K2.
 """
 

@@ -15,7 +15,7 @@ from dist_aclgraph.probe.question import (
     Probe,
 )
 
-BFLOAT16 = 3e-2  # tolerance: device and host may round a value to two neighbouring int8 values
+BFLOAT16 = 3e-2  # tolerance: device and host may round to different neighbouring int8 values
 LATENT, ROTATED, PLAIN, HEADS, EPSILON = 512, 64, 128, 4, 1e-6
 SLOTS = (5, -1, 18)  # slots of three tokens; nothing is written to slot -1
 
@@ -101,8 +101,8 @@ class _Inputs:
         return x * (mean + EPSILON).rsqrt() * self.gammas[index].float()
 
     def _rotated(self, x: Any) -> Any:
-        """Rotate pairs of neighbouring elements of [tokens, heads, 64]. The result has the first
-        elements of all pairs, then the second elements.
+        """Rotate pairs of neighbouring elements of [tokens, heads, 64]. The result contains the
+        first elements of all pairs, then the second elements of all pairs.
         """
         even, odd = x[..., ::2], x[..., 1::2]
         cos, sin = (t[:, None, : ROTATED // 2].float() for t in (self.cos, self.sin))

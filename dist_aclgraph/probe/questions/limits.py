@@ -1,4 +1,4 @@
-"""Questions about limits that published models, or padded steps of the runtime, can exceed.
+"""Questions about limits. Published models or padded steps of the runtime can exceed these limits.
 
 The documents of CANN exclude these calls. If a device accepts a call, the runtime can drop a cast,
 an additional copy, or a slower path.
@@ -136,7 +136,7 @@ def _delta_of_prompt(bench: Bench, dim: int = 128, dtype: str = "bfloat16") -> s
 
 
 def _delta_of_few_slots(bench: Bench) -> str:
-    """Decode two tokens of a request, with one slot for its states."""
+    """Decode two tokens of a request that has only one slot for states."""
     torch = bench.torch
     rows = [torch.zeros(2, heads, 128).bfloat16().npu() for heads in (2, 2, 4)]
     torch.ops.npu.npu_recurrent_gated_delta_rule(

@@ -72,8 +72,8 @@ def _angles(bench: Bench, count: int) -> tuple[Any, Any]:
 
 
 def _rotated_pairs(bench: Bench, x: Any, cos: Any, sin: Any) -> Any:
-    """Rotate pairs of neighbouring elements. The result has the first elements of all pairs, then
-    the second elements.
+    """Rotate pairs of neighbouring elements. The result contains the first elements of all pairs,
+    then the second elements of all pairs.
     """
     even, odd = x.float()[..., ::2], x.float()[..., 1::2]
     cos, sin = (t.float()[..., : ROTATED // 2] for t in (cos, sin))
@@ -196,7 +196,8 @@ def _routing_of_padding(bench: Bench) -> Answer:
     if counts.cpu().tolist() != [2, 0, 0, 1]:
         return Answer(DIFFERENT, f"rows of the experts: {counts.cpu().tolist()}")
     weights = torch.rand(3, 2).bfloat16()
-    # The rows after the last chosen row are undefined, so they must not influence the result.
+    # The rows after the rows of this rank's experts are undefined and must not influence the
+    # result.
     rows[3:] = torch.nan
     got = torch.ops.npu.npu_moe_finalize_routing(
         rows[None], None, None, None, weights.npu(), order, None, drop_pad_mode=3

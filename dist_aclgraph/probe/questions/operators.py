@@ -77,7 +77,7 @@ def _quantised_norm(bench: Bench) -> Answer:
 def _compare_int8(
     bench: Bench, got: Any, scale: Any, want: Any, largest_steps: float = 0.51
 ) -> Answer:
-    """Compare rows of int8 and their scales with the rows before quantisation."""
+    """Compare int8 rows and their scales with ``want``, the rows before quantisation."""
     step = want.abs().amax(-1) / 127
     back = got.cpu().float() * scale.cpu()[:, None]
     if bool(((back - want).abs() > step[:, None] * largest_steps).any()):
@@ -296,7 +296,7 @@ def attention_arguments(
 
 
 def in_version_2(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of attention with the names that version 2 of the operator has."""
+    """Return arguments of attention under the names that version 2 of the operator requires."""
     return {VERSION_2.get(name, name): value for name, value in arguments.items()}
 
 

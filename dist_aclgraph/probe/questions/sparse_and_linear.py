@@ -100,8 +100,8 @@ def _sparse_int8(bench: Bench, key_block: int = 1) -> Answer:
     scales from the rows of keys.
 
     Args:
-        key_block: number of keys that one index stands for. With 1, an indexer chooses keys; with a
-            larger number, all keys are chosen.
+        key_block: number of keys that one index stands for. If this number is 1, an indexer chooses
+            keys. If it is larger, all keys are chosen.
     """
     torch, heads, scale = bench.torch, 16, 0.05
     query = _random(bench, 2, heads, LATENT + ROTATED)
@@ -146,8 +146,8 @@ def _sparse_int8(bench: Bench, key_block: int = 1) -> Answer:
 
 def _sparse_of_shards(bench: Bench) -> Answer:
     """Compare the results and the log-sum-exps of attention without a block table. All keys of the
-    cache belong to one request, and the chosen keys are given as slots. Ranks call the operator in
-    this way if they merge the results of their shards.
+    cache belong to one request. The indices of the chosen keys are slots. Ranks that have shards of
+    the cache call the operator in this way, and merge the results.
     """
     torch, heads, scale = bench.torch, 16, 0.05
     query, rotated = _random(bench, 2, heads, LATENT), _random(bench, 2, heads, ROTATED)
@@ -251,7 +251,7 @@ def _delta_of_decode(bench: Bench) -> Answer:
     """Verify two drafts of a request, and decode a token of another request."""
     torch = bench.torch
     inputs, states = _delta_inputs(bench, 4), _random(bench, 6, VALUE_HEADS, DIM, DIM)
-    # ``starts``: each request's tokens, and the slot before the first
+    # ``starts``: each request's tokens, and the slot of the request's state before the step
     slots, starts = [5, 2, 4, 1], ((range(3), 2), (range(3, 4), 1))
     after, (rows, others) = states.npu(), _on_device(inputs)
     got = torch.ops.npu.npu_recurrent_gated_delta_rule(

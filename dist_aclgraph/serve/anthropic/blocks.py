@@ -71,7 +71,8 @@ class Blocks:
             block = {**block, "input": _input_of(text)}
         elif block["type"] == "thinking":
             # Some clients drop a block of reasoning that has no signature. Clients send the
-            # signature back. Our signature proves nothing, and we do not check it.
+            # signature back. The signature proves nothing, and this service does not check
+            # signatures.
             signature = id_of_call(self._name, len(self.blocks)).replace("call_", "thought_")
             yield self._delta("", {"type": "signature_delta", "signature": signature})
             block = {**block, "thinking": text, "signature": signature}
@@ -96,8 +97,8 @@ class Blocks:
 
 
 def _input_of(text: str) -> Json:
-    """Return a call's arguments. A text that is not a JSON object becomes the field
-    ``arguments``.
+    """Return a call's arguments. If the text is not a JSON object, return an object with the field
+    ``arguments``, which contains the value of the text.
     """
     try:
         value = json.loads(text or "{}")

@@ -1,5 +1,5 @@
-"""JSON schemas of the request fields whose items are counted before they are decoded. The OpenAPI
-document contains these schemas.
+"""JSON schemas of some request fields. The items in such a field are counted before the field is
+decoded. The OpenAPI document contains these schemas.
 """
 
 from __future__ import annotations

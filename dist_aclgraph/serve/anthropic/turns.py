@@ -22,7 +22,8 @@ from dist_aclgraph.serve.openai.tools import MAX_CALLS, call_for_template
 
 TEXT_BLOCKS = ("document", "search_result")  # types of a user's blocks that consist of text
 # Claude Code sends a block with this text before its system prompt. The block is removed, because
-# it differs in each request. With this block, the prompts would have no common prefix.
+# it differs in each request. With this block, the prompts of two requests would have no common
+# prefix.
 BILLING = "x-anthropic-billing-header:"
 _NOTHING = (b"", b"null")
 

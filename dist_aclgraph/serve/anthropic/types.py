@@ -103,7 +103,9 @@ class CountTokensRequest(Body, kw_only=True):
             )
 
     def counted(self, tools: ToolUse | None, context_len: int) -> Conversation:
-        """Return the conversation whose tokens are counted. It may be longer than the context."""
+        """Return the conversation whose tokens are counted. The conversation may be longer than the
+        context.
+        """
         return self._conversation(tools, SamplingParams(), max(context_len, MAX_PROMPT))
 
     def _conversation(
@@ -156,8 +158,8 @@ class CountTokensRequest(Body, kw_only=True):
         return "output_format" if is_older else "output_config.format"
 
     def read_tools(self) -> tuple[ToolUse | None, list[str]]:
-        """Return the tools that the answer may call, and the places, such as ``tools[3]``, of the
-        tools that are left out (``leave_out_hosted``).
+        """Return the tools that the answer may call, and the paths, such as ``tools[3]``, of the
+        tools that ``leave_out_hosted`` removes.
         """
         choice, is_parallel = self._choice()
         tools, left_out = leave_out_hosted(

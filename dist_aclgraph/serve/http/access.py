@@ -1,14 +1,15 @@
 """Decides which requests are allowed. The decision depends on three values in the headers: the API
-key, the host, and the site of the web page.
+key, the host, and the site of the web page that sends the request.
 
 A page of another site can make a browser send requests to this service. The browser sends no
 preflight before a request that an HTML form could also send. A form cannot send JSON, so a POST
 must be JSON. A POST from a page of another site is refused, unless ``serve.allowed_origins``
 contains the site's origin. The CORS headers tell browsers which origin is allowed.
 
-The owner of a domain can let the domain's name point to this machine (DNS rebinding). So on
-loopback without API keys, ``Host`` must not be a name that another person may own. ``Host`` may be
-a name of this machine, an address, or a name without a dot (e.g. the name of an nginx upstream).
+The owner of a domain can let the domain's name point to this machine (DNS rebinding). So if the
+service listens on loopback and has no API keys, ``Host`` must not be a name that another person may
+own. ``Host`` may be a name of this machine, an address, or a name without a dot (e.g. the name of
+an nginx upstream).
 """
 
 from __future__ import annotations
@@ -119,14 +120,14 @@ class Access:
 
 
 def read_access(config: ServeConfig, *, checks_host: bool) -> Access:
-    """Read the API keys that the configuration and the environment name.
+    """Read the API keys from the keys file and from the environment.
 
     Args:
         checks_host: whether clients connect to the address ``serve.host``.
 
     Raises:
-        ConfigError: the keys file cannot be used; or a service without keys would be reachable over
-            a network.
+        ConfigError: the keys file cannot be used, or the service has no keys and would be reachable
+            over a network.
     """
     path = Path(config.api_keys_file).absolute() if config.api_keys_file else None
     fixed: tuple[ApiKey, ...] = ()
@@ -189,7 +190,7 @@ def _check_site(headers: Headers, host: str) -> None:
     is_foreign = origin is not None and urlsplit(origin.decode("latin-1")).netloc != host
     # A browser may send the header Sec-Fetch-Site, which no page can forge. If its value is
     # cross-site or same-origin, this value decides. Otherwise the headers Origin and Host are
-    # compared, although a proxy can change Host.
+    # compared. This comparison can fail if a proxy changes Host.
     if site == b"cross-site" or (is_foreign and site != b"same-origin"):
         raise ForbiddenError(
             "requests from pages of other sites are refused; serve.allowed_origins may name them"
