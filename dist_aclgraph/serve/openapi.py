@@ -136,7 +136,7 @@ REPLIES: dict[str, Json] = {
         history={"type": "object"},
     ),
 }
-# Further types of JSON that are decoded as numbers and booleans.
+# For each JSON type of a field, the other JSON types that the service accepts for the field.
 DECODED_FROM = {"integer": ("string",), "number": ("string",), "boolean": ("integer", "string")}
 SECURITY_SCHEMES: Json = {
     "bearer": {"type": "http", "scheme": "bearer"},
@@ -192,7 +192,7 @@ def _schemas(is_strict: bool) -> dict[str, Json]:
 
 
 def _as_decoded(schema: Any) -> Any:
-    """Return a body's schema with all JSON types that the service accepts for each field."""
+    """Return a body's schema, extended by the types in ``DECODED_FROM``."""
     if isinstance(schema, list):
         return [_as_decoded(each) for each in schema]
     if not isinstance(schema, dict):

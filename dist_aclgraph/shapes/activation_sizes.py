@@ -1,9 +1,9 @@
 """Bytes of a decoder's activations, from its inputs to its logits, estimated from the model's
 shape.
 
-The estimate was never compared with an NPU. The estimate is usually too high, because it sums all
-tensors of a layer, although some tensors are freed before the layer's end. Every exchange of tokens
-is counted as an all-gather. The workspaces of operators are not included.
+The estimate was never compared with an NPU. The estimate is usually too high. It sums all tensors
+of a layer, but some tensors are freed before the layer's end. Every exchange of tokens is counted
+as an all-gather. The workspaces of operators are not included.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def activation_bytes(
     if spec.experts is not None:
         feed_forward = max(feed_forward, _experts(hidden, spec.experts, tp, ep))
     part = -(-spec.vocab_size // tp)
-    logits = part + 2 * tp * part  # logits of this rank, and twice the logits of all ranks
+    logits = part + 2 * tp * part  # this rank's logits, and two copies of all ranks' logits
     elements = num_tokens * (stream + attention + feed_forward) + num_samples * logits
     merged = 0 if dcp == 1 else _merged_bytes(spec, tp, pcp, dcp, element_bytes)
     return elements * element_bytes + num_direct * merged
@@ -76,24 +76,24 @@ def prompt_bytes(
     chunk_tokens: int,
     int8_latents: bool = False,
 ) -> int:
-    """Return the additional bytes that a step with parts of prompts needs: for cached keys, which
-    are read chunk by chunk, and for new keys, which PCP ranks exchange.
+    """Return the additional bytes of a step with parts of prompts. Such a step reads cached keys
+    chunk by chunk, and PCP ranks exchange new keys.
 
     Args:
         kept: cached elements per token and layer on one rank.
         num_tokens: number of tokens of the rank's batch.
-        chunk_tokens: number of tokens in a chunk of cached keys. With an indexer, all keys of a
-            request are one chunk.
+        chunk_tokens: number of tokens in a chunk of cached keys. If there is an indexer, one chunk
+            contains all keys of a request.
         int8_latents: whether cached latents are int8.
     """
-    # New keys exist three times: the rank's own keys, the keys of all ranks in one tensor, and the
-    # keys and values of all ranks as separate tensors.
+    # There are three copies of the new keys: this rank's keys, the gathered keys of all ranks, and
+    # the gathered keys and values as separate tensors.
     forms = 1 + 2 * pcp if pcp > 1 else 0
     if spec.indexer:
         # With one shard, latents are read from the cache directly. With several shards, there are
-        # copies of the latents. The unit of their sizes is the size of all latents. Latents are
-        # packed before the gather (2 / dcp) and gathered (1). For each piece of the prompt on the
-        # rank, latents are selected and split (2).
+        # copies of the latents. The numbers in brackets are multiples of the size of all latents.
+        # Latents are packed before the gather (2 / dcp) and gathered (1). For each piece of the
+        # prompt on the rank, latents are selected and split (2).
         copies = 0 if dcp == 1 else 2 / dcp + 1 + 2 * min(pcp, 2)
         elements = round(chunk_tokens * copies * kept)
         elements += num_tokens * forms * (kept + spec.indexer.head_dim)
@@ -114,8 +114,8 @@ def prompt_bytes(
     keys = round(chunk_tokens * copies * kept) + chunk_tokens * heads * made
     found = heads * value_dim if chunk_tokens else 0
     if spec.latent and spec.latent.has_whole_heads:
-        # Queries are joined with their rotated parts. Then queries and results are twice as large,
-        # because heads of zeros are added.
+        # Queries are joined with their rotated parts. Then heads of zeros are inserted, which
+        # doubles the queries and the results.
         found += 5 * heads * value_dim
     # Two chunks' results are in memory when they are merged into a third tensor.
     floats = 4 * heads * value_dim + 3 * heads if chunk_tokens else 0
@@ -130,15 +130,16 @@ def prompt_bytes(
 
 
 def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: int) -> int:
-    """Return the bytes that one token needs if the keys are sharded, and each rank computes the
-    attention of the token to the rank's shard. The DCP ranks exchange the queries of all heads, and
-    the shards' results in float32.
+    """Return the bytes per token if the keys are sharded. Each rank computes the token's attention
+    to the keys of the rank's shard. The DCP ranks exchange the queries of all heads, and the
+    shards' results in float32.
     """
     heads, groups = spec.num_heads // tp, dcp // pcp  # PCP ranks have copies of the same heads
     rotated = spec.latent.rope_dim if spec.latent else 0
     found = spec.latent.kv_rank if spec.latent else spec.head_dim
-    # The queries exist in four forms: the rank's queries, the queries of all ranks, these queries
-    # in order, and their two parts. The last summand is the size of attention's results.
+    # The queries exist in four forms: this rank's heads, the gathered heads of all ranks, the
+    # gathered heads in order, and the two parts of the ordered heads. The last summand is the size
+    # of attention's results.
     queries = (1 + dcp + 2 * groups) * (found + rotated) + groups * found
     # The results in float32 exist in six forms: without empty results, ordered by receiver, joined,
     # sent, received and merged.
@@ -168,8 +169,8 @@ def _linear(linear: LinearSpec, tp: int) -> int:
     # order of requests. The convolution needs three float32 tensors for its sum. The last summand
     # is the size of the delta rule's inputs.
     mixed = (3 + 3 * FLOAT32_ELEMENTS + 2) * channels
-    # These tensors are float32: the decays, their inputs and their logarithms; the delta rule's
-    # inputs, before and after they are scaled or decayed.
+    # These tensors are float32: the decays, the inputs of the decays, and the logarithms of the
+    # decays; the delta rule's inputs, before and after they are scaled or decayed.
     floats = 8 * width if linear.decays_by_channel else 0
     # Six tensors of this width: gates, results, normalised results, gates joined with normalised
     # results (two), and the product of gates and normalised results.

@@ -82,8 +82,8 @@ class ApiKeys:
         self._keys = fixed
         self._seen: Any = None
         self._problem = ""
-        # With minus infinity, a copy on another machine checks the file at once, although its
-        # monotonic clock differs.
+        # A copy of this object may be on a machine with a different monotonic clock. With minus
+        # infinity, the copy checks the file at once.
         self._next_look_s = -math.inf
         if path is not None:
             self._read(path)

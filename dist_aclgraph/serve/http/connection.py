@@ -96,7 +96,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         # These bytes are headers, a chunk's extension, or trailers, which the parser keeps in
         # memory.
         self._num_header_bytes = 0
-        self._has_begun = False  # whether a request, chunk or piece has begun
+        self._has_begun = False  # whether the last bytes began a request, a chunk or a piece
 
     def resume(self) -> None:
         """Parse the bytes that the previous process has read, and start to read more bytes."""
@@ -200,7 +200,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether no request is in progress; bytes of the last response may be unsent."""
+        """True if no request is in progress, even if bytes of the last response wait to be sent."""
         has_more = self._last is not None and self._last.has_more
         return not (self._exchanges or has_more or self._is_in_headers or self._is_refused)
 
@@ -246,7 +246,8 @@ class HttpConnection(asyncio.BufferedProtocol):
                 if self._wants_upgrade:
                     data = self._without_upgrade() + data[e.args[0] :]
                     continue
-                # After CONNECT, the bytes are not HTTP, but an earlier request is still answered.
+                # Bytes after CONNECT are not HTTP, and are not parsed. Earlier requests are still
+                # answered.
             return
 
     @property

@@ -59,8 +59,8 @@ class Edge:
     Owns the request counts of the API keys.
 
     Args:
-        methods_of: a function that returns the methods that a request's path supports, as in the
-            header Allow.
+        methods_of: a function that returns the value of the header Allow: the methods that a
+            request's path supports.
         names_requests: whether responses get the header X-Request-Id, with the client's request id
             or a new id; false if a proxy adds the header.
     """
@@ -201,7 +201,7 @@ def _full(total: int, path: str) -> Refusal:
 
 
 def _own_path(scope: Scope) -> str:
-    """Return the path without the route prefix, by the rule of Starlette's router.
+    """Remove the route prefix from the path in the same way as Starlette's router.
 
     Ray Serve's proxy puts the route prefix into ``root_path``, and does not remove the prefix from
     ``path``. If the path is only the prefix, the router redirects the client to ``/``.

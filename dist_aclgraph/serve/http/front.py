@@ -2,8 +2,8 @@
 
 The application always serves the status page. While there is no API, the page shows the reason, and
 polls until there is an API. While there is no API, other requests wait for a moment before they get
-the 503. Usually this process has just replaced another process; because of the wait, clients do not
-notice the replacement.
+the 503. Usually, the API is missing because this process has just replaced another process. The
+wait hides the replacement from clients.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class _Usage:
 class KeyLimits:
     """Counts the requests of the keys that have limits. Only one event loop may use this object.
 
-    Requests are counted by key, so that a key keeps its counts when the keys file is read again.
+    Each count belongs to a key's digest, so that the count stays when the keys file is read again.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -23,10 +23,10 @@ class ConnectionLimits(NamedTuple):
 
 
 def allow_connections(max_connections: int) -> ConnectionLimits:
-    """Raise the limit of open files for ``max_connections`` clients; return the numbers of
-    connections.
+    """Raise the limit of open files for ``max_connections`` clients; return how many connections
+    the resulting limit allows.
 
-    An answer without a journal is lost when this process ends. So if the limit is too low for two
+    An answer without a journal is lost when this process ends. If the limit is too low for two
     descriptors per client, a third of the descriptors is reserved for journals.
     """
     limit = _allow_open_files(2 * max_connections + OTHER_FILES)

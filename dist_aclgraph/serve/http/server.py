@@ -29,7 +29,7 @@ from dist_aclgraph.serve.resume.record import ConnectionRecord
 log = logging.getLogger(__name__)
 # Size of the kernel's send buffer of a connection; by default, a buffer grows to megabytes.
 SEND_BUFFER_BYTES = 64 << 10
-# Limit of connections that wait to be accepted. Beyond the limit, clients retry after a second.
+# Maximum number of connections that wait to be accepted. Further clients retry after a second.
 BACKLOG = 4096
 BEAT_S = 1.0  # seconds between two heartbeats, and between two updates of the date
 LOOK_S = 0.05
@@ -59,7 +59,8 @@ class HttpServer:
         self._limits = config
         self._socket = listener
         self._beat = beat
-        # The connections of a Unix socket have no counters, so no process could continue them.
+        # The kernel does not count the bytes of Unix sockets. Without counts, no process can
+        # continue a connection.
         self._link = None if listener.family == socket.AF_UNIX else link
         self._next = ConnectionRecord(self._link)  # prepared for the next connection
         # Connections with requests that a previous process accepted and did not answer.
@@ -78,7 +79,9 @@ class HttpServer:
         return self._listening.result()
 
     def start(self, app: GatedApp) -> None:
-        """Begin to answer requests, also on the open connections of a previous process."""
+        """Begin to answer requests, on new connections and on the open connections of a previous
+        process.
+        """
         max_open, max_kept = allow_connections(self._limits.max_connections)
         self._limits = self._limits.model_copy(update={"max_connections": max_open})
         if self._link is not None:
@@ -145,9 +148,9 @@ class HttpServer:
     def _accept(self, state: ServerState) -> None:
         """Accept the connections that wait in the socket.
 
-        The supervisor gets each connection at once. With uvloop's own server, other callbacks would
-        run between the acceptance and ``connection_made``; if the process were killed meanwhile,
-        the connection would end.
+        The supervisor gets each connection's descriptor immediately after the acceptance. uvloop's
+        own server would run other callbacks between the acceptance and ``connection_made``. If the
+        process were killed during these callbacks, the connection would end.
         """
         loop = asyncio.get_running_loop()
         for _ in range(ACCEPTED_A_TURN):

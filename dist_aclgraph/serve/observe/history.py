@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
 SPAN_S = 600.0
-POINTS_OF_A_CELL = 4  # one cell of the experts' heat map shows this number of points (20 s)
+POINTS_OF_A_CELL = 4  # number of points in one cell of the experts' heat map; a cell covers 20 s
 QUANTILES = {"p50": 0.5, "p95": 0.95}
 RATES = {"generation_tokens_per_s": "generation_tokens", "prompt_tokens_per_s": "prompt_tokens"}
 REQUEST_RATES = {"requests_per_s": "request_success", "refused_per_s": "refused_requests"}

@@ -1,9 +1,8 @@
 """Prometheus metrics of the ingress, and of the engines, which the ingress queries.
 
 The engine's answer to ``Query("metrics")`` is one JSON object. ``ENGINE_METRICS`` says where each
-metric's value is in this object. If a metric's value is itself an object, each entry of this object
-becomes one sample. ``ENGINE_METRICS`` names a label for the samples; the entry's key is the label's
-value.
+metric's value is in this object. If a metric's value is an object, each entry of the value becomes
+one sample. ``ENGINE_METRICS`` names a label for the samples; the entry's key is the label's value.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ _PATHS = {
     "graph_streams_measured": ("streams_measured",),
 }
 # Maps the name of each metric to its kind, the name of the label for an object's keys, and the help
-# text. If _PATHS does not contain the metric, the metric's name is also its key in the engine's
-# answer.
+# text. In the engine's answer, the key of a value is the metric's name, unless _PATHS contains
+# another path.
 ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "num_requests_running": ("gauge", "", "Requests in the running batch."),
     "num_requests_waiting": ("gauge", "", "Requests that wait to run."),

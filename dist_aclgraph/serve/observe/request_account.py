@@ -52,8 +52,8 @@ class RequestAccount:
     error: str = ""
 
     def resume(self, created_s: float) -> None:
-        """Set the time of arrival to ``created_s`` (wall clock), because a previous process got the
-        request.
+        """Set the time of arrival to ``created_s``: the time (wall clock) at which a previous
+        process got the request.
         """
         self.began_s = time.monotonic() - max(0.0, time.time() - created_s)
 

@@ -66,7 +66,9 @@ class StatusNumbers:
         self._asking: asyncio.Task[None] | None = None
 
     async def current(self) -> bytes:
-        """Return the JSON object, at most one second old. Only one event loop may call this."""
+        """Return the page's JSON object. The object is at most one second old. Only one event loop
+        may call this.
+        """
         if time.monotonic() - self._answered_s > MAX_AGE_S:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask())
@@ -96,8 +98,8 @@ def nested(found: Iterable[Metric]) -> dict[str, Any]:
     """Return gauges and counters by name. A metric with labels is nested by the labels' values.
 
     The result's names have no prefix. The labels for model and replica are omitted, because all
-    metrics have the same values of these labels. The value of each ``rank_info`` is an object with
-    its labels.
+    metrics have the same values of these labels. For each rank, the value of ``rank_info`` is an
+    object that contains the rank's labels.
     """
     metrics: dict[str, Any] = {}
     for metric in found:

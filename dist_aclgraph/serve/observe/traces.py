@@ -116,9 +116,9 @@ def _phases(account: RequestAccount, end_s: float) -> Iterator[tuple[str, float,
     """Yield each phase of a request that was sent to an engine: the phase's name, begin
     and end.
 
-    The engine measures the prefill by its own clock. So the phase ``queue`` includes the time of
-    the messages to and from the engine. With several choices, the choice with the earliest token is
-    reported.
+    The engine measures the prefill by its own clock. The phase ``queue`` is the rest of the time
+    until the first token. This rest includes the time of the messages to and from the engine. If
+    there are several choices, the phases of the choice with the earliest token are yielded.
     """
     submitted_s, first_s = account.submitted_s, account.first_token_s
     if submitted_s is None:

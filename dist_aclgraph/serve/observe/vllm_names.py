@@ -1,9 +1,9 @@
 """Copies our metrics to the names that vLLM's dashboards use (``serve.vllm_metrics``).
 
-Only metrics with the same meaning have an alias. ``vllm:request_queue_time_seconds``,
-``vllm:request_prefill_time_seconds``, ``vllm:request_decode_time_seconds`` and
-``vllm:request_max_num_generation_tokens`` do not exist, because this service does not measure these
-values.
+A metric has an alias only if a metric of vLLM has the same meaning.
+``vllm:request_queue_time_seconds``, ``vllm:request_prefill_time_seconds``,
+``vllm:request_decode_time_seconds`` and ``vllm:request_max_num_generation_tokens`` do not exist,
+because this service does not measure these values.
 """
 
 from __future__ import annotations

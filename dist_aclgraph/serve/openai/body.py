@@ -7,8 +7,8 @@ that may have any number of items is first decoded as ``Raw``: its JSON text is 
 items are built. The items of such a field are counted before they are built (``types``).
 
 Unknown fields of the body and of its parts are ignored; with ``serve.strict``, they are refused. A
-field in ``NOT_OFFERED`` is always refused, because a client would misunderstand an answer without
-the field's effect.
+field in ``NOT_OFFERED`` is always refused, because a client would believe that the field has an
+effect.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class BodyBudget:
     """Counts the bytes of all request bodies and journals in memory. Only one event loop may use
     this object.
 
-    Journals get at most half of the limit, so that requests need not wait for journals.
+    Journals get at most half of the limit, so that the other half is free for request bodies.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -144,7 +144,7 @@ class HeldBody:
         return message
 
     def release(self) -> None:
-        """Subtract the request's bytes from the budget. Idempotent."""
+        """Subtract the request's bytes from the budget's count. Idempotent."""
         self._budget.give_back(self._num_bytes)
         self._num_bytes = 0
 
@@ -267,8 +267,8 @@ def _unknown(fields: dict[str, msgspec.Raw], kind: type[Body], path: str) -> Ite
 
 
 def _parts_of(value: msgspec.Raw) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
-    """For each object in a list, yield its index as ``[index]``, and its fields. For a single
-    object, yield "" and its fields.
+    """Yield two values for each object in a list: the object's index as ``[index]``, and the
+    object's fields. For a single object, the first value is "".
 
     Yields nothing for other values. Wrong values are found later, when the field is decoded.
     """
@@ -349,8 +349,8 @@ def _reason(message: str, data: bytes) -> str:
 
 
 def _explained(message: str, param: str) -> InvalidParameterError:
-    """Return msgspec's error, with the position of the mistake (``$.messages[0].role``) in OpenAI's
-    form.
+    """Return msgspec's error in OpenAI's form. The path ``$.messages[0].role`` of a wrong value
+    becomes ``messages.0.role``.
     """
     match = _PLACE.fullmatch(message)
     assert match is not None
@@ -376,7 +376,5 @@ def shorten(text: str) -> str:
 
 
 def is_empty(raw: Raw, empty: bytes) -> bool:
-    """Return whether a field of JSON is absent, null or ``empty``, which is an empty array or an
-    empty object.
-    """
+    """Return whether a JSON field is absent, null or ``empty``. ``empty`` is ``[]`` or ``{}``."""
     return bytes(raw) in (b"", b"null", empty)

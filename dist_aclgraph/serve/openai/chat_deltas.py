@@ -19,8 +19,8 @@ from dist_aclgraph.formats.events import (
 def delta_of(events: Sequence[Event], name: str) -> dict[str, Any]:
     """Return the ``delta`` of a chunk: the parts that the events add to a message.
 
-    A call's id, type and name are only in the delta in which the call begins. Fields without a
-    value are omitted, because clients join the values of all deltas.
+    Only a call's first delta contains the call's id, type and name. Fields without a value are
+    omitted, because clients concatenate the values of a field from all deltas.
 
     Args:
         name: the name of the answer, from which ids of calls are made.

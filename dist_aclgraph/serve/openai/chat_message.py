@@ -47,7 +47,7 @@ class ContentPart(TextPart):
 class ChatMessage(Body):
     """A message. All fields of a client's ``message.model_dump()`` are allowed.
 
-    The chat template decides which roles exist besides the usual roles.
+    A message may have any role that the chat template supports.
     """
 
     PARTS: ClassVar = {

@@ -19,7 +19,7 @@ class CompletionSlots:
     Args:
         of_a_group: number of completions that may run or wait in one group.
         configured: number of groups in the configuration. There are always slots for at least this
-            number of groups, because requests may wait until a lost group has been replaced.
+            number of groups. While a lost group is being replaced, requests wait in its slots.
         num_groups: a function that returns the current number of groups; called for each request.
     """
 

@@ -179,8 +179,8 @@ class _CompletionReply(Reply):
         is_first = piece.index not in self._lengths
         offset = self._lengths.get(piece.index, 0)
         choice = self._choice(piece, offset, is_first=is_first)
-        # The offset counts the texts of the sent tokens, not the sent text, because a part of the
-        # text may be sent earlier or later than its tokens.
+        # The offset is the number of characters in all sent tokens. The sent text may have another
+        # length, because a token and its text may be in different pieces.
         tokens = choice["logprobs"]["tokens"] if choice["logprobs"] else ()
         self._lengths[piece.index] = offset + sum(map(len, tokens))
         return self.chunk(usage, choice)

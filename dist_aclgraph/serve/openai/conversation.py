@@ -26,7 +26,8 @@ from dist_aclgraph.text.chat_template import ChatOptions
 from dist_aclgraph.text.structure import Thinking
 
 # The last tokens of a prompt show whether the prompt has opened the reasoning. If the answer
-# continues a message, all tokens of this message after the reasoning's begin marker are read.
+# continues a message, all tokens from the reasoning's begin marker to the end of the prompt are
+# read.
 TAIL_TOKENS = 64
 
 
@@ -41,13 +42,14 @@ class Conversation:
     Attributes:
         messages: the messages, in the form that chat templates need.
         params: sampling parameters; ``max_tokens`` is None if the request gives no limit.
-        is_unlimited: whether only the context limits the length of the answer. If false, the
-            model's recommended maximum is also a limit.
+        is_unlimited: if true, only the context limits the length of the answer. If false, the
+            model's recommended maximum is another limit.
         options: the options for making the prompt from the messages, and the definitions of
             ``tools``.
         tools: the tools that the answer may call; None if it may not call tools.
         is_limit_soft: whether the service may reduce ``max_tokens`` to the remaining context, and
-            may ignore the limit of reasoning. True for APIs whose clients must send both limits.
+            may ignore the limit of reasoning. True for APIs that require ``max_tokens`` and the
+            limit of reasoning.
         form_param: the request's field for the output format; used in error messages.
         limit_param: the request's field for messages; used in error messages about the length of
             the prompt.
@@ -193,9 +195,9 @@ async def _with_form(
     """Return parameters with the grammar of the answer.
 
     Required calls follow the schemas of the tools. If the schema of a tool cannot be used, and the
-    tool is not strict, the tool's arguments may be any object. If the grammar cannot be made for
-    another reason, for example because it is too large, the arguments of all tools that are not
-    strict may be any object.
+    tool is not strict, the tool's arguments may be any object. If the grammar as a whole cannot be
+    used, for example because it is too large, the arguments of all tools that are not strict may be
+    any object.
 
     Raises:
         InvalidParameterError: the output format, or a strict tool's schema, cannot be used.
@@ -252,7 +254,8 @@ def _find_thinking(state: ApiState, prompt_ids: list[int], options: ChatOptions)
 
 def _has_opened(state: ApiState, ids: list[int], thinking: Thinking, *, continues: bool) -> bool:
     """Return whether a prompt has opened the reasoning of the answer. The marker that begins the
-    reasoning is a token; the same characters from other tokens are text.
+    reasoning is one token. If other tokens contain the marker's characters, these tokens are
+    ordinary text.
     """
     assert state.answers.thought is not None
     ids = ids if continues else ids[-TAIL_TOKENS:]

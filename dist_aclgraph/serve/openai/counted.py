@@ -43,7 +43,8 @@ def decode_prompts(
     Raises:
         InvalidParameterError: the value has none of these forms, or the number of prompts exceeds
             ``most``.
-        RequestTooLongError: there are more ids than ``context_len`` times the number of prompts.
+        RequestTooLongError: all prompts together have more token ids than ``context_len`` times the
+            number of prompts.
     """
     data = bytes(raw)
     array = _BEGINNING.match(data)
@@ -70,8 +71,8 @@ def decode_prompts(
 def check_num_strings(data: bytes, most: int, param: str) -> None:
     """Raise an error if the number of strings in an array certainly exceeds ``most``.
 
-    A quote within a string has a backslash before it. So each string has at most two quotes without
-    a backslash before them.
+    A quote within a string has a backslash before it. Only the first and the last quote of a string
+    can have no backslash before them.
     """
     if data.count(b'"') - data.count(b'\\"') > 2 * most:
         raise InvalidParameterError(f"{param} has more than {most} strings", param)

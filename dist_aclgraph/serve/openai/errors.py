@@ -1,7 +1,7 @@
 """Converts our errors to HTTP statuses, and to error objects of OpenAI and of Anthropic.
 
-No other module maps errors to statuses. Errors below ``ANTHROPIC_PATH`` have Anthropic's form.
-Responses with status 429 or 503 have the header Retry-After.
+No other module maps errors to statuses. If a request's path is below ``ANTHROPIC_PATH``, its error
+has Anthropic's form. Responses with status 429 or 503 have the header Retry-After.
 
 | error | status | type of OpenAI | type of Anthropic |
 | --- | --- | --- | --- |
@@ -69,9 +69,7 @@ class UnauthorizedError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """The request comes from a page of a site that is not allowed, or names a host that is not
-    allowed.
-    """
+    """The request's host is not allowed, or the request comes from a site that is not allowed."""
 
     code = "forbidden"
 

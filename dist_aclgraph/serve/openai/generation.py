@@ -68,8 +68,8 @@ class Sink(Protocol):
     def add_piece(self, piece: ChoicePiece) -> None:
         """Accept the next piece of a choice. The last piece has a finish reason.
 
-        There is one piece for each delta, even if it has no text, so that clients see that the
-        generation continues.
+        Each delta becomes one piece. A piece without text shows clients that the generation
+        continues.
         """
         ...
 
@@ -121,13 +121,12 @@ def _no_reader() -> None:
 
 @dataclass
 class Generation:
-    """Owns the engine requests of one HTTP request that have not ended, and the journal of the HTTP
-    request.
+    """Owns the unfinished engine requests and the journal of one HTTP request.
 
     Choices are numbered prompt by prompt, with ``num_choices`` choices for each prompt. The seed of
-    a prompt's choice j is seed + j. Only the first choice of a prompt asks the engine for the
-    prompt's log-probabilities, and the pieces of the other choices wait for these
-    log-probabilities. ``close`` aborts all requests that still run.
+    a prompt's choice j is seed + j. The engine computes a prompt's log-probabilities only for the
+    prompt's first choice. The pieces of the other choices wait for these log-probabilities.
+    ``close`` aborts all requests that still run.
 
     Attributes:
         make_reader: a function that returns a new reader for a choice's answer; None if answers are
@@ -153,7 +152,7 @@ class Generation:
     # For each prompt: its log-probabilities, and the pieces that wait for these log-probabilities.
     _reports: dict[int, tuple[PromptLogprobs, ...]] = field(default_factory=dict)
     _waiting: dict[int, list[ChoicePiece]] = field(default_factory=dict)
-    _num_slots: int = 0  # number of slots besides the request's first slot
+    _num_slots: int = 0  # number of slots that ``start`` has acquired
     _num_open: int = 0  # number of choices that have not ended
     _timer: asyncio.TimerHandle | None = None  # timer of ``serve.generation_s``
 
@@ -222,7 +221,7 @@ class Generation:
         if limit_s is None:
             return
         passed_s = 0.0
-        # the previous process has a different monotonic clock, but the same wall clock
+        # wall clock, because the monotonic clocks of two processes can differ
         if self.journal.is_resumed:
             passed_s = time.time() - self.journal.chance.created_s
 
@@ -340,7 +339,7 @@ class Generation:
         prompt, place = divmod(piece.index, self.num_choices)
         if self.params[prompt].prompt_logprobs is None:
             return [piece]
-        if not place:  # the log-probabilities come with the first choice's first piece
+        if not place:  # the first piece of the first choice contains the log-probabilities
             self._reports.setdefault(prompt, piece.prompt_logprobs)
         if prompt not in self._reports:
             self._waiting.setdefault(prompt, []).append(piece)

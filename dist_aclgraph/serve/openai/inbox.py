@@ -48,8 +48,8 @@ class Inbox:
 class Outbox:
     """Wakes the engine client's thread once for all requests that one turn of the loop submits.
 
-    After a wake-up, the loop has to wait until the thread releases the interpreter's lock. If many
-    requests arrive together, a wake-up for each of them would delay the last of them.
+    After each wake-up, the loop waits until the thread releases Python's global lock. If each of
+    many requests caused a wake-up, the last request would be delayed.
 
     Args:
         wake: wakes the thread.

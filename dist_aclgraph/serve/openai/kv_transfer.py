@@ -2,10 +2,10 @@
 service generate the answer.
 
 The first service answers when the prompt's blocks are in files. The second service finds the files
-by the hashes of the prompt's tokens, so it needs no parameter if both services share files. If the
-services share a secret instead (``kv.peers_key_file``), the answer of the first service contains a
-ticket. The second service uses the ticket to fetch the files. If files are missing, the second
-service computes the KV of their tokens.
+by the hashes of the prompt's tokens. If both services share files, the second service needs no
+parameter. If the services share only a secret (``kv.peers_key_file``), the answer of the first
+service contains a ticket. The second service uses the ticket to fetch the files. If files are
+missing, the second service computes the KV of their tokens.
 """
 
 from __future__ import annotations

@@ -51,12 +51,14 @@ async def health(state: ApiState, request: Request) -> Response:
 
 
 async def ping(state: ApiState, request: Request) -> Response:
-    """The same as /health, under the name that some load balancers use."""
+    """Alias of /health, for load balancers that use this path."""
     return await health(state, request)
 
 
 async def ready(state: ApiState, request: Request) -> Response:
-    """200 if a request would run at once, with the number of groups by state."""
+    """Status 200 if a request would run at once. The body contains the number of groups in each
+    state.
+    """
     state.raise_if_dead()
     if state.is_draining:
         raise EngineUnavailableError("the server is stopping")

@@ -39,8 +39,8 @@ class ReplyShape(ABC):
     """Converts pieces of text to the reply of one endpoint.
 
     Attributes:
-        shows_usage_so_far: whether the argument ``usage`` of ``frames`` contains the present token
-            counts.
+        shows_usage_so_far: whether ``frames`` gets the token counts so far in its argument
+            ``usage``.
     """
 
     shows_usage_so_far: bool = False
@@ -124,8 +124,8 @@ async def reply(
 ) -> Response:
     """Run a generation and answer the request with its text.
 
-    A stream begins only with the first piece. So if the engine refuses the request before the first
-    piece, the response has the error's HTTP status.
+    A stream does not begin before the first piece. If the engine refuses the request before the
+    first piece, the response has the error's HTTP status.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(generation.close)
@@ -212,7 +212,7 @@ def joined(pieces: list[ChoicePiece]) -> ChoicePiece:
 class _Frames:
     """Receives the pieces of a stream, and sends their frames in the order of the pieces.
 
-    Encoding the frame of a piece with a prompt's log-probabilities takes a long time. A thread
+    If a piece contains a prompt's log-probabilities, encoding its frame takes a long time. A thread
     encodes such a frame, so that other streams do not wait. Later frames of the stream wait until
     this frame is encoded.
     """
@@ -262,7 +262,7 @@ class _Frames:
             raise error
 
     async def _make_later(self) -> None:
-        """Send the waiting frames one after the other; a failure ends the stream."""
+        """Encode and send the frames in ``_later`` in order; an error ends the stream."""
         try:
             while self._later:
                 self.outlet.put(await asyncio.to_thread(self._later.popleft()))

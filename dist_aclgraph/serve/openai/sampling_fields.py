@@ -40,8 +40,8 @@ def without_none(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ends_without_effect(params: SamplingParams) -> list[str]:
-    """Return the fields that concern stop tokens but have no effect, because the output format
-    decides where the answer ends.
+    """Return the fields for stop tokens that have no effect. If there is an output format, the
+    format decides where the answer ends.
     """
     if params.structured_outputs is None:
         return []

@@ -16,7 +16,7 @@ from dist_aclgraph.sampling import (
     MAX_STOP_TOKEN_IDS,
 )
 
-MAX_PROMPTS = 64  # maximum number of completions in one request
+MAX_PROMPTS = 64  # maximum number of prompts times ``n`` in one request
 MAX_MESSAGES = 1024
 MAX_PARTS = 1024  # maximum number of parts of one message
 MAX_ITEMS = 4 * MAX_MESSAGES  # maximum number of items in the input of a Responses request

@@ -1,9 +1,9 @@
 """Sends server-sent events, one frame per chunk, to the client as soon as a frame exists.
 
-A server may offer ``WRITE`` in the extensions of a request's scope; our server does. ``WRITE`` is a
-function that writes a part of the response's body at once, without waking a task. It returns
-whether the connection accepted the part. Parts that the connection did not accept are sent by the
-response's task with ASGI's ``send``. On other servers, ``send`` sends all frames.
+Our server offers ``WRITE`` in the extensions of a request's scope. ``WRITE`` is a function that
+writes a part of the response's body at once, without waking a task. It returns whether the
+connection accepted the part. If the connection did not accept a part, the response's task sends the
+part with ASGI's ``send``. On other servers, ``send`` sends all frames.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Outlet:
     this object.
 
     Each call of ``put`` adds exactly one part to the body. The part is written at once or sent
-    later. So the bytes that the client receives do not depend on timing, and another process can
-    continue the response (``journal.py``).
+    later. Therefore timing does not change the bytes that the client receives. Another process can
+    compute the same bytes and continue the response (``journal.py``).
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 1 << 20  # maximum number of a prompt's log-probabilities in one response
 MAX_QUEUE_S = 10.0  # maximum number of seconds that a grammar waits for its compilation
-WRITING: tuple[Task, ...] = ("generate", "rerank")  # models for these tasks generate text
+WRITING: tuple[Task, ...] = ("generate", "rerank")  # for these tasks, the model generates tokens
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +109,8 @@ class ApiState:
         endpoint = config.serve.traces
         self.traces = Traces(endpoint, config.name) if endpoint is not None else None
         self.status = StatusNumbers(config.name, self.metrics, client)
-        # With None, Python takes the seed from the system. A configured seed is below 2**31, so the
-        # replicas' seeds are all different.
+        # With None, Python takes the seed from the system. A configured seed is below 2**31. Adding
+        # ``replica << 31`` makes the seeds of all replicas different.
         seed = None if config.seed is None else config.seed + (replica << 31)
         self._seeds = random.Random(seed)
         self._boxes: tuple[Inbox, Outbox] | None = None
@@ -191,7 +191,8 @@ class ApiState:
         salt: str = "",
         param: str = "structured_outputs",
     ) -> list[SamplingParams]:
-        """Return parameters that contain token ids in place of texts, and a compiled grammar.
+        """Return the parameters in the engine's form: texts are encoded as token ids, and the
+        grammar is compiled.
 
         Args:
             thinking: the tokens that begin and end the answer's reasoning.
@@ -295,7 +296,8 @@ def open_state(
     Args:
         reach: contains the addresses at which clients reach the deployment, and ``node_id``, which
             must be this process's node.
-        ask: a function that asks the deployment's controller whether and when groups will serve.
+        ask: a function that asks the deployment's controller whether groups will serve, and at
+            which time.
         replica: see ``ApiState``.
     """
     client = EngineClient(

@@ -28,8 +28,8 @@ FIELDS = (
     "ebnf",
 )
 _NOTHING = (b"", b"null", b"{}", b"[]")
-# Some clients write the schema itself in place of an object with the field ``schema``. An object
-# with one of these keywords is such a schema.
+# Some clients send the schema directly, and not in the field ``schema`` of an object. An object
+# with one of these keywords is a schema.
 KEYWORDS = {"type", "properties", "$ref", "anyOf", "oneOf", "allOf", "enum", "items"}
 # for each type, the field that contains the pattern or the grammar
 _TEXT_FIELDS = {"regex": "pattern", "grammar": "grammar"}
@@ -45,9 +45,8 @@ class _JsonSchema(Body, kw_only=True):
 class ResponseFormat(Body, kw_only=True):
     """The output format, in the fields of OpenAI's API.
 
-    The types and fields that OpenAI does not have come from other servers' APIs.
-    ``huggingface_hub`` sends every JSON schema as ``value``; a regex may be in ``value`` or
-    ``pattern``.
+    Some types and fields come from other servers' APIs. ``huggingface_hub`` sends every JSON schema
+    as ``value``; a regex may be in ``value`` or ``pattern``.
     """
 
     PARTS: ClassVar = {"json_schema": _JsonSchema}
@@ -267,7 +266,7 @@ def _schema(raw: Raw, param: str) -> str:
     """Return the text of a schema.
 
     The value is an object, a boolean, or a string with the JSON text of an object or boolean. The
-    text is not changed, because the order of the schema's keys is the order in the answer.
+    text is not changed, because the answer's keys must have the order of the schema's keys.
     """
     data = bytes(raw)
     if data.startswith(b'"'):

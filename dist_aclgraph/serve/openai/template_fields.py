@@ -21,7 +21,7 @@ class ThinkingSwitch(Body):
     """``thinking``: turns reasoning on or off. With the type auto or adaptive, the model decides
     whether it reasons.
 
-    The field has this form in the APIs of Anthropic, DeepSeek and GLM.
+    The APIs of Anthropic, DeepSeek and GLM have this field.
     """
 
     type: str
@@ -122,7 +122,7 @@ def make_chat_options(
     begins, continues = body.add_generation_prompt, bool(body.continue_final_message) or continues
     return ChatOptions(
         documents=_documents(body.documents),
-        # If the client does not set this option, it is the opposite of continue_final_message.
+        # The default of add_generation_prompt is the opposite of continue_final_message.
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
         template=body.chat_template,

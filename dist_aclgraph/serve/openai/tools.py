@@ -136,8 +136,8 @@ class ToolUse:
 def read_tools(
     tools: Raw, choice: Raw, is_parallel: bool | None, *, is_strict: bool
 ) -> tuple[ToolUse | None, list[str]]:
-    """Return two values: the tools of a request, or None if there are no tools; and the fields
-    whose tools are left out (``leave_out_hosted``).
+    """Return the tools of a request (None if there are no tools), and the field names of the tools
+    that are left out (``leave_out_hosted``).
 
     Raises:
         InvalidParameterError: a definition or the choice is wrong; the error names the field.
@@ -191,12 +191,12 @@ def decode_tools(tools: Raw, kind: type[T]) -> list[T]:
 def leave_out_hosted(
     tools: Sequence[T], type_of: Callable[[T], str], *, is_strict: bool
 ) -> tuple[dict[int, T], list[str]]:
-    """Return two values: a mapping from positions to the tools that the model may see; and the
-    fields of the other tools.
+    """Return the tools that the model may see, by position in ``tools``; and the field names of the
+    other tools, such as ``tools[0]``.
 
     A tool that a provider runs itself, such as ``web_search``, is left out, because no client can
-    run it. If ``is_strict`` is true, all tools are returned, and ``check_type`` later refuses such
-    a tool.
+    run it. If ``is_strict`` is true, no tool is left out, and ``check_type`` later refuses a
+    provider's tool.
     """
     kept = {i: t for i, t in enumerate(tools) if is_strict or not type_of(t).startswith(HOSTED)}
     return kept, [f"tools[{i}]" for i in range(len(tools)) if i not in kept]

@@ -4,7 +4,7 @@
 ``service_tier``, ``prompt_cache_key``, ``safety_identifier`` and ``priority`` are accepted and have
 no effect.
 
-A field of type ``Raw`` may have any number of items, which are counted before they are decoded.
+The items of a field of type ``Raw`` are counted before they are decoded.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
         """Return the options for making a prompt from the messages, without tools.
 
         Args:
-            continues: whether the last message asks for its own continuation.
+            continues: whether the last message has a field that requests its continuation.
         """
         return make_chat_options(self, self._reasoning, continues=continues)
 
@@ -412,8 +412,8 @@ class CompletionRequest(GenerateRequest, kw_only=True):
     def prompts(self, context_len: int) -> list[str] | list[list[int]]:
         """Return a list with one entry per prompt.
 
-        With ``suffix``, there must be exactly one prompt, which must be a text. More prompts are
-        not allowed, because each of them would contain the whole suffix. The prompt may be empty;
+        With ``suffix``, there must be exactly one prompt, which must be a text. Several prompts are
+        not allowed, because each prompt would contain the whole suffix. The prompt may be empty;
         the model then generates the text before the suffix.
 
         Raises:
@@ -477,7 +477,9 @@ class TokenizeRequest(Body):
         return messages, self.chat_options(continues=continues)
 
     def chat_options(self, *, continues: bool = False) -> ChatOptions:
-        """Return the options for making a prompt from the messages, as for a chat."""
+        """Return the options for making a prompt from the messages, with the definitions of the
+        tools.
+        """
         tools, _ = read_tools(self.tools, Raw(), None, is_strict=self.is_strict)
         options = make_chat_options(self, asked_reasoning(self), continues=continues)
         return replace(options, tools=None if tools is None else tools.definitions)

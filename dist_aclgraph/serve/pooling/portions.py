@@ -17,8 +17,8 @@ from dist_aclgraph.serve.openai.reply import gather
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.journal import Chance, Journal
 
-# Maximum number of prompts of one request that run or wait on engines at the same time, so that
-# slots remain for other requests.
+# Maximum number of one request's prompts that run or wait on engines at the same time. The limit
+# leaves slots for other requests.
 PORTION = 64
 
 
@@ -35,8 +35,8 @@ async def answer_prompts(
     pieces: list[ChoicePiece] = []
     for start in range(0, len(prompts), PORTION):
         part = prompts[start : start + PORTION]
-        # The request was accepted with its first portion, so later portions always get slots
-        # (``is_resumed``). The time limit counts from ``chance.created_s``, for all portions.
+        # Only the first portion may be refused. ``is_resumed`` lets later portions get slots even
+        # if no slot is free. The time limit counts from ``chance.created_s``, for all portions.
         journal = Journal(chance, is_resumed=start > 0)
         account = request.scope.get(ACCOUNT)
         generation = Generation(state, part, [params] * len(part), 1, "", journal, account=account)

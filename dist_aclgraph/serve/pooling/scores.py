@@ -20,7 +20,7 @@ from dist_aclgraph.serve.pooling.types import RerankRequest, ScoreRequest
 
 
 async def score(state: ApiState, request: Request) -> Response:
-    """The relevance of a document for a query, for each of several pairs."""
+    """For each pair of a query and a document, the relevance of the document for the query."""
 
     def convert(body: ScoreRequest) -> tuple[ScoreRequest, list[tuple[str, str]]]:
         state.admit(body.model, ("rerank",))
@@ -45,7 +45,7 @@ async def score(state: ApiState, request: Request) -> Response:
 
 
 async def score_as_vllm(state: ApiState, request: Request) -> Response:
-    """The same as /v1/score, under the path of vLLM's clients."""
+    """Alias of /v1/score, for vLLM's clients."""
     return await score(state, request)
 
 
@@ -79,12 +79,12 @@ async def rerank(state: ApiState, request: Request) -> Response:
 
 
 async def rerank_as_jina(state: ApiState, request: Request) -> Response:
-    """The same as /v1/rerank, under the path that some clients use."""
+    """Alias of /v1/rerank, for clients that use this path."""
     return await rerank(state, request)
 
 
 async def rerank_as_cohere(state: ApiState, request: Request) -> Response:
-    """The same as /v1/rerank, under the path of Cohere's clients."""
+    """Alias of /v1/rerank, for Cohere's clients."""
     return await rerank(state, request)
 
 

@@ -126,7 +126,7 @@ class RerankRequest(Truncated, kw_only=True):
                 is empty.
         """
         data = bytes(self.documents)
-        # Each object has two strings: a key and a text.
+        # A document is a text, or an object with two strings: a key and a text.
         check_num_strings(data, 2 * MAX_INPUTS, "documents")
         kind = self.kind_of_part(Document)
         found = decode(data, list[str | kind], "documents")  # type: ignore[valid-type]

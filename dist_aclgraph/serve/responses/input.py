@@ -43,8 +43,8 @@ class _Item(Body, kw_only=True):
     output: Raw = Raw()
 
     def __post_init__(self) -> None:
-        # Raise the error during decoding, which stops at the first wrong item. So a large array of
-        # wrong items is never built in memory.
+        # Raise the error during decoding, which stops at the first wrong item. A large array of
+        # wrong items is therefore never built in memory.
         if self.type == "item_reference":
             raise ValueError(
                 "no response is stored; send the item itself, as clients do with store set to false"
@@ -134,7 +134,7 @@ class _Conversation:
                 f"{param}.role is {item.role!r:.40}; it must be one of {', '.join(ROLES)}",
                 f"{param}.role",
             )
-        # An assistant's message that has only calls may have no content, as in a chat.
+        # An assistant's message may have no content, because it may consist of calls only.
         is_empty = item.role == "assistant" and bytes(item.content) in _NOTHING
         texts = [] if is_empty else _read_texts(item.content, f"{param}.content")
         if item.role == "assistant":
@@ -168,9 +168,8 @@ def _read_reasoning(item: _Item, param: str) -> str:
 def encode_reasoning(text: str) -> str:
     """Return the value of ``encrypted_content`` for the text of a reasoning.
 
-    The value is not encrypted: encryption would hide nothing, because the client also gets the
-    plain text. Clients such as Codex return only this value with the next request, and not the
-    text.
+    The value is not encrypted, because the client also gets the plain text. Clients such as Codex
+    return only this value with the next request, and not the text.
     """
     return ENCODED + base64.b64encode(text.encode()).decode()
 

@@ -50,8 +50,8 @@ class OutputItems:
         """Add events of one piece.
 
         Args:
-            logprobs: log-probabilities of the piece's tokens, which become a part of the last
-                content in ``events``.
+            logprobs: log-probabilities of the piece's tokens. They are added to the last
+                ``Content`` in ``events``.
         """
         found = list(events)
         last = max((i for i, e in enumerate(found) if isinstance(e, Content)), default=-1)

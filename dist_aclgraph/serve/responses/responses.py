@@ -181,7 +181,9 @@ def _common(state: ApiState, body: ResponsesRequest, asked: Conversation, chance
 
 
 def _or(given: Raw, default: Any) -> Any:
-    """Return the client's value on one line, or the default. A line break would end the frame."""
+    """Return the client's JSON value on one line; if there is no value, return the default. A line
+    break would end the frame.
+    """
     if bytes(given) in (b"", b"null"):
         return default
     return Raw(msgspec.json.format(bytes(given), indent=-1))

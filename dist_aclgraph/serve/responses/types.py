@@ -44,11 +44,12 @@ from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, M
 from dist_aclgraph.serve.responses.input import Namespaces, name_in, read_input
 from dist_aclgraph.text.chat_template import ChatOptions
 
-# Entries of ``include``: log-probabilities, and the reasoning as a value for the next request.
+# Entries of ``include``: log-probabilities, and the encoded reasoning, which the client may send
+# with its next request.
 LOGPROBS = "message.output_text.logprobs"
 ENCODED_REASONING = "reasoning.encrypted_content"
 MAX_INCLUDED = 64
-MAX_METADATA_BYTES = 16 << 10  # because each event with a response contains the metadata
+MAX_METADATA_BYTES = 16 << 10  # small, because each event with a response contains the metadata
 _NOTHING = (b"", b"null")
 
 
@@ -248,8 +249,8 @@ class ResponsesRequest(Body, kw_only=True):
         return ids[-max(1, context_len - max(1, self.max_output_tokens or 1)) :]
 
     def read_tools(self) -> tuple[ToolUse | None, Namespaces, list[str]]:
-        """Return the tools that the answer may call, the functions of namespaces, and the names of
-        the fields whose tools are left out (``leave_out_hosted``).
+        """Return the tools that the answer may call; the functions of namespaces; and the field
+        names of the tools that are left out (``leave_out_hosted``).
 
         Raises:
             InvalidParameterError: a tool is wrong, or is of a type that is not offered.

@@ -1,5 +1,5 @@
-"""Reads the number of bytes that were read from a TCP connection, and the number of bytes that were
-sent over the connection.
+"""Counts the bytes that were read from a TCP connection, and the bytes that were sent over the
+connection.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def read_counters(connection: int) -> Counters:
         while True:
             info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
             state, num_acked, num_received = found = _COUNTS.unpack_from(info)
-            # Accept the counts only if none of them changed during the three calls. Otherwise a
-            # byte could be counted twice or not at all.
+            # Accept the counts only if TCP_INFO was equal before and after both ioctl calls.
+            # Otherwise a byte could be counted twice or not at all.
             if found == before:
                 return Counters(
                     num_received - num_unread, num_acked + num_unacked, state == _ESTABLISHED

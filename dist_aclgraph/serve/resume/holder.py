@@ -81,7 +81,8 @@ class HolderLink:
         return self.link is not None and self._num_held < self.max_held
 
     def begin(self, connection: int, journal: int) -> int | None:
-        """Send the supervisor the descriptors of a connection and its journal; return their number.
+        """Send the supervisor the descriptors of a connection and its journal; return the number
+        that identifies the connection.
 
         Return None if the supervisor cannot hold the connection.
         """
@@ -147,8 +148,8 @@ class ConnectionHolder:
         return others
 
     def become_link(self, others: socket.socket) -> HolderLink:
-        """Call this in the forked process. Returns the link of this process; afterwards this object
-        owns no descriptors.
+        """Call this in the forked process. Returns the forked process's link. Afterwards this
+        object owns no descriptors.
         """
         self._close_link()
         left, self._held = self._held, {}
@@ -181,7 +182,8 @@ class ConnectionHolder:
                 and not flags & socket.MSG_CTRUNC
             ):
                 self._held[message.begun] = HeldConnection(*descriptors)
-            # This process cannot open more files, so the connection ends with its serving process.
+            # A descriptor is missing if this process cannot open more files. Then the connection
+            # ends with its serving process.
             else:
                 for descriptor in descriptors:
                     os.close(descriptor)

@@ -175,7 +175,9 @@ def write_opening(memory: JournalMemory, opening: Opening) -> bool:
 
 
 def read_records(memory: JournalMemory) -> tuple[Opening | None, tuple[Entry, ...]]:
-    """Return the records of a journal; (None, ()) if no request was accepted."""
+    """Return the first record and the tuple of all later records; (None, ()) if no request was
+    accepted.
+    """
     records = memory.records()
     if not records:
         return None, ()

@@ -7,13 +7,13 @@
 | ``REQUEST_AT`` | the request |
 | ``RECORDS_AT`` | the records; each record follows its length |
 
-The kernel reads a connection directly into the request's part of this memory, so this memory
-contains every byte that was read. The kernel also counts the bytes read from the connection
-(``counters.py``). The size of the request is the current count minus the count when the journal was
-cleared.
+The bytes of a connection are read directly into the request's part of this memory. This memory
+therefore contains every byte that was read. The kernel also counts the bytes read from the
+connection (``counters.py``). The size of the request is the current count minus the count when the
+journal was cleared.
 
-A process may be killed between any two instructions. So each change becomes valid only when one
-word is stored.
+A process may be killed between any two instructions. Therefore the last step of each change stores
+one word. This word makes the change valid.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ _VOID, _NEW = 0, 3
 _SLOT_WORDS = 5
 # The words of a slot. _NUM_READ, _NUM_SENT: bytes read and sent until the journal was cleared.
 # _RECORDS_END: offset of the next record. _NUM_LOSSES: number of processes that died during this
-# request since the last record. _LOSSES_AT: the value of _RECORDS_END at the last of these deaths.
+# request since the last record. _LOSSES_AT: the value of _RECORDS_END when the last of these
+# processes died.
 _NUM_READ, _NUM_SENT, _RECORDS_END, _NUM_LOSSES, _LOSSES_AT = range(_SLOT_WORDS)
 
 
 class JournalMemory:
-    """One connection's journal. Owns the memory mapping, which includes a descriptor.
+    """One connection's journal. Owns the memory mapping and the mapping's own descriptor.
 
     Args:
         descriptor: descriptor of memory that ``create`` has made; the caller closes it.
@@ -50,7 +51,7 @@ class JournalMemory:
     Attributes:
         num_read: bytes read from the connection until the journal was cleared.
         num_sent: bytes sent over the connection until the journal was cleared.
-        is_void: whether bytes that were read or sent are missing in the journal.
+        is_void: whether the journal lacks bytes that were read or sent.
         is_new: true until ``begin`` is called; the counts are unknown until then.
 
     Raises:
@@ -168,7 +169,9 @@ class JournalMemory:
             self._give_back()
 
     def close(self) -> None:
-        """Close the mapping. The memory stays while another process has a descriptor of it."""
+        """Close the mapping. The memory exists as long as any process has a descriptor of the
+        memory.
+        """
         self._words.release()
         self._request.release()
         with contextlib.suppress(BufferError):  # the event loop is reading into the mapping
@@ -189,7 +192,7 @@ class JournalMemory:
         self._records_end = self._words[at + _RECORDS_END]
 
     def _give_back(self) -> None:
-        """Return memory to the system. If it is read later, it contains zeros."""
+        """Free the memory of the request and the records. Later reads return zeros."""
         with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_REMOVE, REQUEST_AT, SIZE - REQUEST_AT)
 

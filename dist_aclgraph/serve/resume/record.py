@@ -18,8 +18,8 @@ from dist_aclgraph.serve.resume.journal import (
 )
 from dist_aclgraph.serve.resume.memory import READ_BYTES, JournalMemory
 
-# If this number of processes died during a request, and its answer made no progress between the
-# deaths, the request might be the cause.
+# After this number of deaths during a request, no process continues the request, because the
+# request might be the cause. Deaths before the answer's last progress do not count.
 MAX_LOSSES = 3
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Buffer for the bytes of connections that cannot outlive this process.
@@ -41,9 +41,9 @@ class ResumedRequest(NamedTuple):
 class ConnectionRecord:
     """The record of one connection. Owns its journal's memory, and counts bytes read and sent.
 
-    The journal can store one request and its answer. If several requests are in progress on the
-    connection, or if the memory is full, the journal is void, and the connection ends with this
-    process.
+    The journal can store one request and its answer. The journal becomes void if several requests
+    are in progress on the connection, or if the memory is full. A connection with a void journal
+    ends with this process.
 
     Args:
         link: link to the process that holds connections while another process replaces this
@@ -126,9 +126,8 @@ class ConnectionRecord:
         """Let the supervisor hold the connection, unless the supervisor already holds the maximum
         number of connections. Call this before any byte is read from or sent over the connection.
 
-        If the process is killed after it has accepted a connection and before the supervisor has
-        the connection's descriptor, the connection ends. So the descriptor is sent at once, before
-        anything is read.
+        The connection ends if the process is killed before the supervisor has the connection's
+        descriptor. So the descriptor is sent at once, before anything is read.
         """
         self._descriptor = descriptor
         if self._memory is not None:
@@ -209,8 +208,8 @@ class ConnectionRecord:
     # -- requests --------------------------------------------------------------------------------
 
     def take_resumed(self) -> ResumedRequest | None:
-        """The first call returns the request that the previous process had begun, with the
-        request's state. All later calls return None.
+        """The first call returns the state of the request that the previous process had begun. All
+        later calls return None.
         """
         resumed, self._resumed = self._resumed, None
         return resumed
@@ -262,7 +261,7 @@ class ConnectionRecord:
         self, chance: Chance, entries: tuple[Entry, ...] = (), *, is_resumed: bool = False
     ) -> Journal:
         def end() -> None:
-            if self._journal is journal:  # the journal was ended before the answer was complete
+            if self._journal is journal:  # true if the journal ends before the answer is complete
                 self._journal = None
                 self.void()
 
