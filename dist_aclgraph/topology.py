@@ -18,7 +18,7 @@ from dist_aclgraph.errors import ConfigError
 GroupKind = Literal["tp", "dp", "pcp", "dcp", "ep"]
 # the ways to send tokens to experts on other ranks
 ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]
-# This exchange loses the tokens of a step that do not fit into its buffers.
+# all_to_all loses tokens that do not fit into its buffers.
 MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])
 GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
 
@@ -32,8 +32,8 @@ ChooseExchange = Callable[[int], ExchangeKind | None]
 
 
 def no_exchange(num_tokens: int) -> ExchangeKind | None:
-    """Return None: no exchange is needed if the model has no experts, or if each TP group has all
-    experts.
+    """Return None. This function is the ``ChooseExchange`` of models without experts, and of models
+    whose TP groups each have all experts.
     """
     return None
 
@@ -52,10 +52,10 @@ class ParallelLayout:
 
     A group of ``ep`` ranks shares one set of experts. ``ep`` is 1, or a multiple of ``tp * pcp``
     that divides the number of world ranks. A group of ``dcp`` ranks shares a request's KV cache.
-    ``dcp`` is 1, or the number of PCP ranks times the number of neighbouring TP ranks that share
-    the cache. The index of a rank's shard is the rank's index in its DCP group. With ``mc2``,
-    experts have a second communication domain with the same ranks as the EP domain. Only operators
-    that communicate inside their kernel may use this second domain.
+    ``dcp`` is 1, or ``pcp * n`` if n neighbouring TP ranks share the cache. The index of a rank's
+    shard is the rank's index in its DCP group. With ``mc2``, experts have a second communication
+    domain with the same ranks as the EP domain. Only operators that communicate inside their kernel
+    may use this second domain.
     """
 
     tp: int = 1
@@ -128,7 +128,8 @@ class ParallelLayout:
             order = [(dp, pcp, tp) for pcp in self._pcp for tp in self._tp for dp in self._dp]
             return self._grouped(order, self.dp)
         # In a DCP group, PCP is the fastest axis, and then TP. The ranks of a group are in
-        # ascending order, so that the first ranks together have all heads of the group.
+        # ascending order. So the first ranks of a group have the same PCP rank, and together have
+        # all heads of the group.
         order = [(dp, pcp, tp) for dp in self._dp for tp in self._tp for pcp in self._pcp]
         return self._grouped(order, self.pcp if kind == "pcp" else self.dcp)
 
@@ -140,9 +141,9 @@ class ParallelLayout:
     def domains(self) -> tuple[Ranks, ...]:
         """The communication domains: distinct sets of two or more ranks that meet in collectives.
 
-        Two kinds of groups with the same ranks share one communicator, so the communicator's
-        streams are counted once. MC2 has a separate communicator, which is listed last. Copies of a
-        dense model never communicate with each other. If experts are spread over copies of the
+        If groups of two kinds have the same ranks, they use one communicator. The streams of this
+        communicator are counted once. MC2 has a separate communicator, which is listed last. Copies
+        of a dense model never communicate with each other. If experts are spread over copies of the
         model, the copies communicate in the EP domain.
         """
         kinds: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")

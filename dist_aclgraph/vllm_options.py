@@ -23,7 +23,7 @@ class Option:
     Attributes:
         key: our configuration key, which gets the option's value.
         kind: type of the value: bool for a switch, dict and list for JSON, tuple for texts.
-        words: our value for each of vLLM's values; None means that the key is not set.
+        words: maps vLLM's values to our values; None means that the key is not set.
         short: short names on the command line.
         note: the difference between the option and the key.
     """
@@ -245,7 +245,8 @@ HARMLESS: dict[str, Collection[Any]] = {
     "tokenizer_mode": ("auto", "fast", "hf"),
     "trust_remote_code": (True, False),
 }
-# These options have no effect: an option is accepted only if its value equals the value of our key.
+# Maps options that have no effect to our keys. An option is accepted only if its value equals the
+# value of the key.
 SAME = {"kv_cache_dtype": "dtype", "tokenizer": "model", "tokenizer_revision": "revision"}
 EMPTY: tuple[Any, ...] = ("", {}, [], ())
 PARTS = {
@@ -289,7 +290,7 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_harmless(name: str, value: object) -> bool:
-    """Return whether the value of an option outside the table means our normal behaviour.
+    """Return whether ``HARMLESS`` lists this value of the option.
 
     Args:
         value: a value, or its text on the command line.

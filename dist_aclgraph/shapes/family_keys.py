@@ -1,4 +1,4 @@
-"""Names of keys of config.json, and defaults, that differ from one family to another."""
+"""Key names and default values of config.json that differ between families."""
 
 from __future__ import annotations
 

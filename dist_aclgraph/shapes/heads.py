@@ -9,9 +9,9 @@ from dist_aclgraph.errors import ConfigError
 # With latent attention, a rank can have up to this number of heads; the operator needs a power of
 # two.
 MAX_LATENT_HEADS = 128
-# The operator of latent attention accepts the two parts of a query head separately if the head,
-# with its rotated part, has this width. The parts of other heads must be joined: see
-# ``attend_whole_heads``.
+# Width of a query head, including its rotated part. If a head has this width, the operator of
+# latent attention accepts the rotated part and the other part as separate inputs. The parts of
+# other heads must be joined: see ``attend_whole_heads``.
 PARTED_HEAD = 192
 # npu_chunk_gated_delta_rule accepts at most this number of value heads.
 MAX_LINEAR_VALUE_HEADS = 64
@@ -100,8 +100,8 @@ def check_shards(
     num_prompt_ranks: int,
     is_latent: bool,
 ) -> None:
-    """Check that only ranks with the same KV heads share a cache. Without ``dcp``, each of these
-    ranks stores a copy of the same KV.
+    """Check that all ranks that share a KV cache have the same KV heads. Without ``dcp``, each of
+    these ranks stores a copy of the same KV.
 
     Args:
         num_shards: ``parallel.dcp``; num_prompt_ranks: ``parallel.pcp``.
@@ -113,8 +113,9 @@ def check_shards(
     if num_shards == 1:
         return
     copies = tp if is_latent else max(1, tp // num_kv_heads)
-    # Maps each allowed number of shards to the number of ranks whose heads differ. These ranks
-    # gather their queries, and each rank computes attention for all queries.
+    # Maps each allowed number of shards to the number of TP ranks in a DCP group. These TP ranks
+    # have different query heads. The ranks gather their queries, and each rank computes attention
+    # for all queries.
     legal = {num_prompt_ranks * n: n for n in range(1, copies + 1) if copies % n == 0}
     if num_shards not in legal:
         count = copies * num_prompt_ranks

@@ -28,7 +28,8 @@ class IndexerSpec:
         head_dim: number of elements of an index key.
         top_k: maximum number of keys to which a query attends.
         interleaves: whether the two elements of a rotated pair of index heads are neighbours in the
-            checkpoint. If false, their distance is half of the rotated part.
+            checkpoint. If false, element i forms a pair with element ``i + n / 2``, where n is the
+            number of rotated elements.
         layers: indices of the layers with an indexer. The indices of next-token layers follow the
             indices of the decoder's layers.
     """

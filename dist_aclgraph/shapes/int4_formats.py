@@ -47,11 +47,11 @@ class Int4Format:
         return 1 if self.group is None else -(-num_inputs // self.group)
 
     def bytes_each(self, *, has_experts: bool) -> float:
-        """Return the bytes of one element, including its fraction of a scale's bytes.
+        """Return the bytes of one element, including the element's share of the scales.
 
-        If an output has one scale for all its inputs, this scale is not counted. Products with int8
-        rows have a scale of eight bytes for every 256 inputs; products of experts have such scales
-        only if the checkpoint has groups.
+        If an output has one scale for all its inputs, this scale is not counted. If input rows are
+        quantised to int8, each output has one scale of eight bytes per 256 inputs. Experts have
+        these scales only if the checkpoint has groups.
         """
         if not self.quantises_rows:
             return 0.5 + (SCALE_BYTES / self.group if self.group else 0)
@@ -123,8 +123,8 @@ class Int4Matrix:
     Attributes:
         part: the part of the weights to which the matrix belongs (``matrices_of``).
         name: the matrix's name in a layer, ``experts.*`` for all experts.
-        num_layers: number of layers in which the matrix has four bits. If only some experts of a
-            layer have four bits, the layer counts as a fraction: the share of these experts.
+        num_layers: number of layers in which the matrix has four bits. If only half of the experts
+            in a layer have four bits, for example, the layer adds 0.5.
     """
 
     part: str

@@ -75,8 +75,7 @@ class _Inner(NamedTuple):
     matrices, and the number of outputs of other matrices.
 
     Attributes:
-        ending: only the part's matrices whose names end with this text have this width. "" means
-            all matrices of the part.
+        ending: end of the names of the matrices with this width. "" means all matrices of the part.
         num_ranks: number of ranks among which the width is divided.
     """
 

@@ -69,7 +69,8 @@ def read_text(path: Path) -> str:
 
 
 def check_regular(path: Path) -> None:
-    """Raise ModelError if a file is missing or is not regular; a pipe, for example, could block.
+    """Raise ModelError if a file is missing or is not regular. Reading a pipe, for example, could
+    block.
 
     A symbolic link counts as its target, because caches of downloads consist of links.
     """

@@ -29,8 +29,8 @@ class LinearSpec:
         num_key_heads, num_value_heads: numbers of heads. Every key head is used by the same number
             of value heads.
         key_dim, value_dim: width of a key or query head, and of a value head.
-        conv_width: number of latest tokens that the convolution combines for each token, the token
-            itself included.
+        conv_width: width of the convolution, which combines each token with the previous
+            ``conv_width - 1`` tokens.
         has_grouped_weights: whether the rows of a matrix are grouped by key head: first the
             queries, keys, values and gates of the first key head, and so on. If false, a matrix has
             first all queries, then all keys, and so on.
@@ -53,7 +53,8 @@ class LinearSpec:
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def check(self, parallel: ParallelConfig, num_drafts: int) -> None:
-        """Refuse parallel sizes that cannot divide the state of a request, and too many drafts.
+        """Check that the ranks can divide the state of a request, and that there are not too many
+        drafts.
 
         Raises:
             ConfigError: the heads cannot be divided evenly among the ranks, several ranks share the
@@ -86,7 +87,7 @@ class LinearSpec:
         _, value_heads = linear_heads_per_rank(self.num_key_heads, self.num_value_heads, tp)
         inputs = (self.conv_width - 1) * (self.num_channels // tp)
         matrices = value_heads * self.value_dim * self.key_dim
-        # If each channel has its own decay, plain operators compute the rule.
+        # If each channel has its own decay, plain operators compute the gated delta rule.
         matrix_bytes = MATRIX_BYTES["float32" if self.decays_by_channel else dtype]
         return inputs * element_bytes + matrices * matrix_bytes
 

@@ -1,7 +1,8 @@
 """The matrices of a decoder's layers that may be quantised: their names, and their numbers of
 elements on one rank.
 
-A name is NAME in ``model.layers.N.NAME.weight``; ``experts.*`` stands for all experts of a rank.
+The name of a matrix is the part NAME of ``model.layers.N.NAME.weight``; ``experts.*`` stands for
+all experts of a rank.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def matrices_of(
 
     Args:
         ep: expert parallel size. With 1, every expert is split over the tensor parallel ranks. With
-            more, each rank has whole experts.
+            a larger size, each rank has whole experts.
         redundant_experts: number of additional copies of experts on all ``ep`` ranks together.
     """
     found: dict[Part, Elements] = {

@@ -73,8 +73,8 @@ class ModelConfig:
             return "(none)"
         if not isinstance(names, list) or not isinstance(names[0], str):
             raise self._wrong("architectures", names, "a list of names")
-        # Embedding models are often stored without an output head. As in vLLM, such a model is read
-        # like the architecture that has the same decoder and a head.
+        # Embedding models are often stored without an output head. As in vLLM, LlamaModel, for
+        # example, is read as LlamaForCausalLM.
         name = names[0][:200]
         is_headless = name.endswith("Model") and not name.endswith("HeadModel")
         return f"{name.removesuffix('Model')}ForCausalLM" if is_headless else name
@@ -90,8 +90,8 @@ class ModelConfig:
     @property
     def max_position_embeddings(self) -> int:
         """Context length of the model before its rotary embedding is scaled. As in vLLM,
-        ``model_max_length`` has priority over ``max_position_embeddings``, which is smaller in
-        Command R.
+        ``model_max_length`` has priority over ``max_position_embeddings``. Command R has both keys,
+        and ``max_position_embeddings`` is too small.
         """
         longer = "model_max_length"
         key = longer if self.has(longer) else "max_position_embeddings"
@@ -290,7 +290,8 @@ def read_model_config(
         shape["architectures"] = _usual_architectures(shape.get("model_type"))
     config = ModelConfig(path, shape, read_json_object(generation) if generation.exists() else {})
     names = KEY_NAMES.get(config.architecture, {})
-    # A family that has its own name for a key ignores the usual name.
+    # If config.json has both the family's own name of a key and the usual name, the value under the
+    # family's name is used.
     usual = {key: value for key, value in shape.items() if key not in names}
     renamed = {names[key]: value for key, value in shape.items() if key in names}
     return replace(config, raw=FAMILY_DEFAULTS.get(config.architecture, {}) | usual | renamed)
@@ -323,9 +324,9 @@ def _explain_no_config(directory: Path) -> None:
 def _joined(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json's top level, merged with the keys of the text part.
 
-    Keys of the text part replace the same keys at the top level, but the stop tokens of both levels
-    are used. As in transformers, ``architectures``, ``model_type`` and ``tie_word_embeddings`` of
-    the top level are used.
+    If both levels have a key, the value of the text part is used. Stop tokens are an exception: the
+    tokens of both levels are used. As in transformers, ``architectures``, ``model_type`` and
+    ``tie_word_embeddings`` of the top level are used.
     """
     text = raw.get("text_config")
     if not isinstance(text, dict):

@@ -77,7 +77,7 @@ class ModelFacts:
             name.
         vocab_size: number of rows of the embedding; all token ids are smaller.
         qk_norm_spans_heads: whether one RMS norm spans all heads of q, and another norm spans all
-            heads of k, so that ranks with different heads exchange sums. If false, the norms of q
+            heads of k. If true, ranks with different heads exchange sums. If false, the norms of q
             and k normalise each head separately, or the model has no such norms.
         has_sinks: whether each attention head has a sink: a learned logit that is part of the
             softmax's sum, but belongs to no key and no value.

@@ -14,9 +14,9 @@ from dist_aclgraph.shapes.int4_formats import Int4Matrix
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
-# The function of a feed-forward part without experts. It is applied to the gate, or to the inner
-# values if there is no gate. relu2 is the square of ReLU; xielu has two weights per layer (arXiv
-# 2411.13010).
+# The activation function of a dense MLP. The function is applied to the gate projection, or to the
+# up projection if the MLP has no gate. relu2 is the square of ReLU; xielu has two weights per layer
+# (arXiv 2411.13010).
 Activation = Literal["silu", "gelu_pytorch_tanh", "relu2", "xielu"]
 # Kinds of attention. A "chosen" layer attends to the keys that an earlier "sparse" layer has
 # chosen.
@@ -50,8 +50,8 @@ class ExpertSpec(ExpertFacts):
         group_score: a group's score is the score of its best expert ("max"), or the sum of its two
             best scores ("top2").
         scaling: factor for the experts' weights.
-        has_bias: whether a bias is added to the scores when experts are chosen. The experts'
-            weights do not include this bias.
+        has_bias: whether a bias is added to the scores when experts are chosen. This bias does not
+            change the experts' weights.
         bias_is_row: whether the checkpoint stores this bias as a matrix of one row.
         has_product_biases: whether the router's logits and the products of experts have biases.
         shared_width: inner width of all shared experts together; None means ``num_shared`` times
@@ -59,10 +59,10 @@ class ExpertSpec(ExpertFacts):
         gates_shared: whether the result of shared experts is multiplied by ``sigmoid`` of one
             number per token.
         clip: limits of the activation; None means SiLU of the gate without limits.
-        is_stacked: whether the checkpoint stores one tensor for all experts of a layer, [experts,
-            in, out], in which the columns of gate and up alternate.
-        joined_is_transposed: shape of published tensors that contain all experts of a layer, with
-            gate before up: [experts, in, out] if true, [experts, out, in] if false.
+        is_stacked: whether the checkpoint stores one tensor for all experts of a layer. The tensor
+            has shape [experts, in, out]; the columns of gate and up alternate.
+        joined_is_transposed: whether published tensors with all experts of a layer have shape
+            [experts, in, out]. If false, the shape is [experts, out, in]. Gate comes before up.
     """
 
     width: int
@@ -100,7 +100,8 @@ class LatentSpec:
             embedding, and the rotated part.
         value_dim: width of a value head.
         interleaves: whether the two elements of a rotated pair are neighbours in the checkpoint. If
-            false, their distance is half of the rotated part.
+            false, element i forms a pair with element ``i + n / 2``, where n is the number of
+            rotated elements.
     """
 
     q_rank: int | None
@@ -117,8 +118,9 @@ class LatentSpec:
 
     @property
     def has_whole_heads(self) -> bool:
-        """Whether keys that are computed from latents are joined with their rotated part. If false,
-        the heads have sizes for which the operator accepts the two parts separately.
+        """Whether the part of a key that is computed from the latent is joined with the rotated
+        part. If false, the heads have sizes for which the operator accepts the two parts
+        separately.
         """
         return self.head_dim == self.value_dim
 
@@ -146,8 +148,8 @@ class WeightNames:
 
     Attributes:
         prefix: beginning of the names of all tensors of the decoder.
-        changes: pairs of a part of a usual name, and the part's replacement in the checkpoint. All
-            pairs are applied, one after another.
+        changes: pairs (usual, stored): the text ``usual`` in a usual name is replaced by the text
+            ``stored`` to get the name in the checkpoint. All pairs are applied, one after another.
         of_experts: pairs like ``changes``, which are applied only to tensors of routed experts.
         ranges: tensors that are rows of a stored tensor, such as the queries in one tensor of
             queries, keys and values.
@@ -191,8 +193,9 @@ class ModelSpec(ModelFacts):
     Attributes:
         rotary_dim: number of elements at the beginning of each head that are rotated; None means
             all elements.
-        rope_interleaves: whether the two elements of a rotated pair of grouped queries and keys are
-            neighbours in the checkpoint. If false, their distance is half of the rotated part.
+        rope_interleaves: whether the two elements of a rotated pair are neighbours in the
+            checkpoint (for grouped queries and keys). If false, element i forms a pair with element
+            ``i + n / 2``, where n is the number of rotated elements.
         has_output_gate: whether each element of the result of attention is multiplied by a gate.
         has_output_norms: whether the results of attention and of the MLP are normalised, before
             they are added to the residual stream.

@@ -44,8 +44,8 @@ def read_task(config: Config) -> ModelTask:
 
     Raises:
         ModelError: a file of the checkpoint cannot be read.
-        UnsupportedModelError: the model does not make embeddings from the hidden states of the last
-            tokens; or the task needs an output head, and the model has none.
+        UnsupportedModelError: the model's way to make embeddings is not supported, or the task
+            needs an output head that the model does not have.
     """
     directory = Path(config.model)
     model = read_model_config(directory, config.model_overrides)

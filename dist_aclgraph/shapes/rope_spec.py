@@ -19,7 +19,8 @@ from dist_aclgraph.shapes.model_config import (
 )
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-# In these architectures, max_position_embeddings already includes the scaling, as vLLM assumes.
+# In these architectures, max_position_embeddings is the context length after the scaling. vLLM
+# assumes the same.
 COUNTS_SCALING = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 # Types of scaling in which the frequencies depend on the length of the longest possible request.
 BY_LENGTH = ("dynamic", "longrope")
@@ -72,7 +73,7 @@ class RopeSpec:
     @property
     def num_tables(self) -> int:
         """Number of tables for grouped queries and keys: 2 if queries and keys have separate
-        tables.
+        tables, 1 if both share a table, 0 if nothing is rotated.
         """
         if self.query_growth:
             return 2
@@ -85,8 +86,8 @@ class ContextLengths:
 
     Attributes:
         longest: length of the longest request that the model supports.
-        usual: default of ``max_model_len``. It is shorter than ``longest`` if a larger
-            ``max_model_len`` would change the embedding of all requests.
+        usual: default of ``max_model_len``. The default is shorter than ``longest`` if a larger
+            ``max_model_len`` would change the rotary embedding even for short requests.
     """
 
     longest: int
@@ -106,9 +107,9 @@ def read_rope_spec(
         rope_dim: number of rotated elements of a head.
         rotates_part: whether the family may rotate only a part of a head, see ``read_rotary_dim``.
         by_type: whether layers with a window may have a separate embedding, which
-            ``read_window_rope`` reads. In such a family, transformers ignores values of
-            ``rope_parameters`` that are not separate for each type of layer. So a checkpoint is
-            refused if these values would change the embedding.
+            ``read_window_rope`` reads. In such a family, transformers ignores ``rope_parameters``
+            if this object has no inner object for each type of layer. A checkpoint is refused if
+            the ignored values would change the embedding.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.
@@ -239,7 +240,7 @@ def _kind(scaling: ModelConfig) -> str:
     # early Phi-3 files name longrope "su" or "yarn"
     is_longrope = kind == "su" or (kind == "yarn" and scaling.has("short_factor"))
     if kind == "mrope" and scaling.has(MROPE_SECTION):
-        return "default"  # in a text, the three positions of mrope are equal
+        return "default"  # a text token has the same time, row and column position
     if kind == "dynamic" and scaling.has(STRETCH):
         return "default"  # this scaling changes only the base, and does not depend on lengths
     return "longrope" if is_longrope else kind

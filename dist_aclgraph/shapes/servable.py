@@ -56,7 +56,7 @@ def read_servable_spec(config: Config) -> ModelSpec:
 
 def _has_joined_experts(config: Config, spec: ModelSpec) -> bool:
     """Return whether the checkpoint stores one tensor for the experts of a layer. If there are no
-    files of weights, return whether the authors publish the experts in this form.
+    weight files, return whether published checkpoints of the architecture store one tensor.
     """
     if spec.experts is None:
         return False

@@ -130,7 +130,9 @@ def _layers(config: ModelConfig, rule: _WindowRule) -> Sequence[int]:
 
 
 def _group(config: ModelConfig, usual: int) -> int:
-    """Return the number of layers of a group; a text such as "LLLG" describes one group."""
+    """Return the number of layers of a group. config.json has this number, or a text with one
+    letter for each layer of a group, such as "LLLG".
+    """
     if not isinstance(config.raw.get(PATTERN), str):
         return config.integer(PATTERN, usual, most=MAX_LAYERS)
     pattern = config.text(PATTERN, "")

@@ -149,8 +149,7 @@ def _files_without_index(directory: Path) -> list[Path]:
     index. Files named consolidated are copies of the weights in Mistral's own format.
 
     Raises:
-        ModelError: a file's name says how many files there are, and at least one of these files is
-            missing.
+        ModelError: a numbered file, such as model-00002-of-00004.safetensors, is missing.
     """
     single = directory / SINGLE
     if single.exists() or single.is_symlink():
@@ -180,8 +179,8 @@ def _check_all_exist(directory: Path, names: list[str]) -> None:
 
 
 def _file_named(directory: Path, name: str) -> Path:
-    """Return the file with the name ``name``. If there is no such file, return the only file whose
-    name has another text in place of ``model`` at the beginning.
+    """Return the file with the name ``name``. If this file does not exist, but exactly one file has
+    another prefix in place of ``model``, return that file.
     """
     wanted = directory / name
     if wanted.exists():

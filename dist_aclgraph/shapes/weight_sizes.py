@@ -77,10 +77,10 @@ def weight_parts(
 
     Args:
         ep: expert parallel size. With 1, every expert is split over the tensor parallel ranks. With
-            more, each rank has whole experts.
-        matrix_bytes: bytes of an element of the layers' matrices, if they are quantised to int8.
-            The scales, one for each output, are not counted. Matrices that have four bits in the
-            checkpoint keep four bits.
+            a larger size, each rank has whole experts.
+        matrix_bytes: bytes of an element of the layers' matrices, if these matrices are quantised
+            to int8. None means ``element_bytes``. The scales, one for each output, are not counted.
+            Matrices that have four bits in the checkpoint keep four bits.
         drafts: whether the next-token module is counted. The module shares embedding and head with
             the decoder.
         redundant_experts: number of additional copies of experts on all ``ep`` ranks together.
@@ -141,7 +141,8 @@ def _part(
 
 
 def _offsets(experts: Elements, sizes: _Sizes) -> int:
-    """Return the bytes of the offsets that the operator requires if rows are floats.
+    """Return the bytes of the offsets of quantised experts. The operator requires offsets if its
+    input rows are floats.
 
     Each scale of the gate and up matrices has an offset. All offsets are zero, so all layers of
     experts share one tensor.
@@ -195,8 +196,8 @@ def _of_linear(linear: LinearSpec, tp: int) -> _Others:
 
 
 def _of_indexer(hidden: int, indexer: IndexerSpec) -> _Others:
-    # The two summands are the matrix that computes the heads' weights, and the keys' norm with its
-    # bias.
+    # The first summand is the matrix that computes the weights of the index heads. The second
+    # summand is the norm of index keys, with its bias.
     return _Others(hidden * indexer.num_heads + 2 * indexer.head_dim)
 
 

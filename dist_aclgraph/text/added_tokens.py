@@ -33,8 +33,8 @@ class AddedTokens:
     special: list[AddedToken]
 
     def add_to(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Add the tokens: a new token gets the next free id; the id of a known token does not
-        change, but its flags are replaced.
+        """Add the tokens. A new token gets the next free id. A token that the tokenizer already has
+        keeps its id, but gets the new flags.
         """
         tokenizer.add_tokens(self.described)
         tokenizer.add_special_tokens(self.special)
@@ -50,8 +50,8 @@ def read_added_tokens(
 
     Args:
         described: the content of the checkpoint's tokenizer_config.json.
-        known: the added tokens of the tokenizer.json; older checkpoints use the flags of these
-            tokens.
+        known: the added tokens that tokenizer.json lists. In older checkpoints, special tokens have
+            the flags of this list.
 
     Raises:
         ModelError: a file cannot be read, or an entry of the file is not a valid token.

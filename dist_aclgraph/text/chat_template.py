@@ -48,8 +48,8 @@ class RenderLimits:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Options for making a prompt from messages. They are the same as for ``apply_chat_template``
-    in transformers.
+    """Options for making a prompt from messages. The options correspond to arguments of
+    ``apply_chat_template`` in transformers.
 
     Attributes:
         add_generation_prompt: whether the prompt ends with the beginning of the assistant's

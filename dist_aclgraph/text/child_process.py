@@ -80,7 +80,7 @@ class ChildProcess:
 
 
 def _folder_of(module: ModuleType) -> Path:
-    """Return the folder from which Python finds a module by its whole name."""
+    """Return the folder that must be in ``sys.path`` to import the module."""
     depth = module.__name__.count(".") + hasattr(module, "__path__")
     return Path(str(module.__file__)).parents[depth]
 

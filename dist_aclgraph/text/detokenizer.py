@@ -22,10 +22,10 @@ class Detokenizer:
 
     The text of a token depends on the tokens before it: a decoder drops the first space of a text,
     and joins bytes to characters. So the last tokens are decoded again with each new token, from a
-    window that begins in the prompt. Text that a later token may still change is held back: a
-    replacement character at the end; a space before punctuation, if the tokenizer removes such
-    spaces; and a run of byte tokens (one wrong byte turns the whole run into replacement
-    characters).
+    window that begins in the prompt. Text that a later token may still change is held back. Such
+    text is a replacement character at the end, a space that the tokenizer may remove before
+    punctuation, or a run of byte tokens. One wrong byte turns a whole run into replacement
+    characters.
 
     ``take_token_texts`` divides the text among its tokens, for log-probabilities.
     """
@@ -43,8 +43,8 @@ class Detokenizer:
         self._without = tokenizer.unspoken_ids if skip_special_tokens else tokenizer.nameless_ids
         self._window = self._context(prompt_ids)
         before = self._decode(self._window)
-        # The bytes at the end of the prompt may be the beginning of a character of the output.
-        # Otherwise the replacement character of these bytes belongs to the prompt.
+        # If the prompt ends with an incomplete character, the output may complete this character.
+        # If not, the replacement character belongs to the prompt.
         self._is_open = before.endswith(REPLACEMENT)
         # Number of characters at the beginning of the window's text that were already returned, or
         # that belong to the prompt.
@@ -90,7 +90,7 @@ class Detokenizer:
         return new
 
     def take_token_texts(self) -> list[str]:
-        """Return the texts that became certain since the last call: one text for each token, in the
+        """Return one text for each token whose text has become certain since the last call, in the
         order of the tokens.
         """
         texts, self._token_texts = self._token_texts, []
@@ -133,8 +133,8 @@ class Detokenizer:
         known = self._tokenizer.token_bytes
         pieces = [read(b"" if i in self._without else known[i]) for i in ids]
         if "".join(pieces) != text:
-            # The bytes are not UTF-8: the text has one replacement character for each byte token of
-            # a run.
+            # The bytes are not UTF-8. In a run of byte tokens, each token then has one replacement
+            # character in the text.
             last = len(ids) - 1
             is_run = not text[:last].strip(REPLACEMENT)
             pieces = [text[i : i + 1] if is_run else "" for i in range(last)]
@@ -145,8 +145,9 @@ class Detokenizer:
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int], given: str | None) -> list[str]:
     """Return the text of each token of a prompt.
 
-    The joined texts equal ``given``, the text from which the tokens were made. If the tokenizer has
-    changed this text, or if ``given`` is None, special tokens have no text.
+    The joined texts equal ``given``, the text from which the tokens were made. There are two
+    exceptions: ``given`` is None, or the tokenizer has changed the text. Special tokens then have
+    no text.
     """
     detokenizer = Detokenizer(tokenizer)
     for token_id in ids:

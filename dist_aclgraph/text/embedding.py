@@ -21,7 +21,7 @@ def embeddings_of(
 
     Args:
         states: the hidden states; each is float32 [hidden].
-        dimensions: the embedding consists of this number of elements from the beginning of a state;
+        dimensions: number of elements of an embedding, which are the first elements of a state.
             None means all elements.
         normalizes: whether each embedding is divided by its Euclidean norm, after ``dimensions``
             was applied.

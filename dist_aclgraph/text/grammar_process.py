@@ -33,9 +33,9 @@ from dist_aclgraph.formats.tools import TOOL_PART
 from dist_aclgraph.text.grammar_errors import LINE, reason_of
 from dist_aclgraph.text.template_process import packed, receive
 
-# A grammar counts as slow if its first two masks take more CPU time than this; workers then compute
-# its masks on a separate thread. In a fork, the first mask of every grammar takes several
-# milliseconds, because the fork copies the vocabulary.
+# A grammar counts as slow if its first two masks take more than this CPU time, in seconds. Workers
+# compute the masks of slow grammars on a separate thread. In a fork, the first mask of every
+# grammar takes several milliseconds, because the fork copies the vocabulary.
 SLOW_S = 0.05
 # A schema also counts as slow if its grammar has at least this number of characters.
 SLOW_CHARS = 1 << 15
@@ -128,7 +128,7 @@ def _unusable_tools(
     """Return the names of all tools whose schemas cannot be used.
 
     Args:
-        matcher: llguidance's matcher, which has stopped at the error of the first of these tools.
+        matcher: llguidance's matcher, which has stopped at the first error of the grammar.
     """
     found: dict[str, None] = {}
     lines = source["text"].split("\n")
@@ -147,8 +147,8 @@ def _unusable_tools(
 
 
 def _private_bytes() -> int:
-    """Return the bytes of this process's private memory. Pages of files are not counted, because a
-    fork maps such a page only when it reads the page.
+    """Return the bytes of this process's private memory. File pages are not counted, because a fork
+    maps a file page only when the fork reads this page.
     """
     with open("/proc/self/statm", "rb") as file:
         _, resident, shared, *_ = map(int, file.read().split())

@@ -13,7 +13,8 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 PARSER_LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 50_000,
     "max_lexer_states": 10_000,
-    # A row has n items for a choice of n texts, and about 4n items for an object with n keys.
+    # A row of the Earley parser has n items for a choice of n texts, and about 4n items for an
+    # object with n keys.
     "max_items_in_row": 1 << 13,
     "verbose_errors": False,  # so that errors do not contain the grammar
 }

@@ -29,8 +29,8 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str:
     """Return the prompt after which the model writes the text between ``prefix`` and ``suffix``.
 
     Raises:
-        InvalidParameterError: for each form, the tokenizer lacks at least one marker; or a text
-            contains a marker, which the model would read as the end of this text.
+        InvalidParameterError: there is no form whose markers are all in the tokenizer, or a text
+            contains a marker. The model would read this marker as the end of the text.
     """
     for form in FORMS:
         markers = markers_of(form)

@@ -2,8 +2,7 @@
 
 A content is one text, or a list of parts ``{"type": "text", "text": ...}``. Most templates read
 texts, some read parts, and some read both. The form is found in the template's syntax tree. A
-template reads parts if it loops over a content and reads the text of each item, or if it reads the
-text of one item.
+template reads parts if it reads the text of one item of a content, or of each item in a loop.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from jinja2 import nodes
 CONTENT = "content"
 _OF_PARTS = frozenset({"text", "type"})  # keys of a part
 ROLES = frozenset({"system", "user", "assistant", "tool"})
-# A key is a role of another API. If a template does not know this role, the value replaces it.
+# Maps a role of other APIs to a usual role. The usual role replaces the other role if the template
+# has no rule for the other role.
 OLDER_ROLES = {"developer": "system", "function": "tool"}
 OBSERVATION = "observation"
 PHI_TOOLS = "<|/tool|>"
@@ -40,8 +40,9 @@ class MessageForm:
         reads_parts: whether a content may be a list of parts.
         reads_texts: whether a content may be one text.
         roles: the roles for which the template has a rule.
-        words: all words in the string constants of the template's code. Some of these words are
-            names of roles that the template does not compare directly, but for example by a filter.
+        words: all words in the string constants of the template's code. If the template compares a
+            role indirectly, for example by a filter, ``words`` has the role, but ``roles`` does
+            not.
         writes_roles: whether the template writes the name of a role, so that any name is possible.
         tests_none: whether the template tests whether a content is None. Some templates use this
             test to find messages with calls.
@@ -51,7 +52,7 @@ class MessageForm:
             None if the template does not read tools from this message. GLM-4-9B and Phi-4-mini have
             such templates.
         calls_are_text: whether calls in earlier messages become a part of the content. True if the
-            template reads no calls, and the model writes calls between the tokens of Phi-4-mini.
+            template reads no calls, and has the tokens that Phi-4-mini puts around tools.
     """
 
     reads_parts: bool = False
@@ -82,8 +83,9 @@ class MessageForm:
         return found
 
     def adapt(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the message in this form, without the keys whose value is None. The only exception
-        is the content of a message with calls: it stays None if the template tests for None.
+        """Return the message in this form, without the keys whose value is None. There is one
+        exception: in a message with calls, a content of None is kept if the template tests contents
+        for None.
 
         Parts are joined by line breaks if the template reads texts only. A content stays as it is
         if one of its parts is not a text. Arguments of calls become objects.
@@ -162,8 +164,8 @@ def _own_tools(template: nodes.Template) -> str | None:
 
 
 def _names_of_roles(template: nodes.Template) -> set[str]:
-    """Return the variables, and attributes of namespaces, that have a message's role as their
-    value.
+    """Return the names of the variables and namespace attributes to which the template assigns a
+    message's role.
     """
     assigned = [each for each in template.find_all(nodes.Assign) if _has_role(each.node, set())]
     targets = [each.target for each in assigned]

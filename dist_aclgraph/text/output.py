@@ -98,8 +98,8 @@ class OutputText:
     ) -> TextPiece:
         """Add new tokens, and return the piece of text that they add to the output.
 
-        Tokens are added one by one, so that the token counts and the reported log-probabilities do
-        not depend on the number of tokens in a delta.
+        Tokens are added one by one. So token counts and reported log-probabilities do not depend on
+        the size of a delta.
 
         Args:
             logprobs: one report for each token; empty if log-probabilities were not requested.
@@ -159,8 +159,8 @@ class OutputText:
         return texts
 
     def _take(self, events: Iterable[Event]) -> None:
-        """Store events up to the end of the output. A stop string does not match a text if a call
-        comes between two parts of the text.
+        """Store events up to the end of the output. A stop string cannot match partly before and
+        partly after a call.
         """
         for event in events:
             if self._is_ended:
@@ -171,7 +171,7 @@ class OutputText:
                 continue
             if isinstance(event, CallBegin):
                 self._take_content(self._matcher.finish())
-                # The previous call may have no ``CallEnd``.
+                # A new call ends the previous call, which may have no ``CallEnd``.
                 self._has_all_calls = self._is_last(event.index - 1)
                 if self._has_all_calls:
                     return
@@ -187,8 +187,8 @@ class OutputText:
             self._events.append(Content(text))
 
     def _feed(self, text: str, num_tokens: int) -> str:
-        """Return the text that no later token changes. Within the first ``min_tokens`` tokens, no
-        stop string matches.
+        """Return the text that no later token changes. Stop strings are ignored in the text of the
+        first ``min_tokens`` tokens.
         """
         self._num_tokens += num_tokens
         return self._matcher.feed(text, may_match=self._num_tokens > self._min_tokens)

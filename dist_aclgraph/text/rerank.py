@@ -106,8 +106,9 @@ def choice_params(first: int, second: int) -> SamplingParams:
     """Return parameters of a request whose answer is one of two tokens. The answer reports the
     log-probabilities of both tokens.
 
-    A grammar allows the two tokens, so that the reported log-probabilities are a distribution over
-    the allowed tokens. With ``allowed_token_ids``, they would be a distribution over all tokens.
+    A grammar allows only the two tokens. The reported log-probabilities are then a distribution
+    over these two tokens. With ``allowed_token_ids``, the log-probabilities would be a distribution
+    over all tokens.
     """
     grammar = f"start: <[{first}]> | <[{second}]>"
     return SamplingParams(

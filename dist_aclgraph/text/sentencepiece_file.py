@@ -59,7 +59,7 @@ def read_sentencepiece(path: Path, described: Mapping[str, Any]) -> Tokenizer:
     has_prefix = bool(described.get("add_prefix_space", model.normalizer_spec.add_dummy_prefix))
     steps = _normalizers(model.normalizer_spec)
     if described.get("legacy", True):
-        # The prefix comes before the first text, and before each text after an added token.
+        # A space is put before the first text, and before each text after an added token.
         steps += [normalizers.Prepend(SPACE)] * has_prefix
         steps.append(normalizers.Replace(" ", SPACE))
     else:
@@ -94,7 +94,9 @@ def _read_model(path: Path, model: Any) -> models.Model:
 
 
 def _merges(pieces: Iterable[Any]) -> list[tuple[str, str]]:
-    """Return the pairs of pieces that together form another piece, in the order of their merges."""
+    """Return the merges of BPE, highest priority first: pairs of pieces that together form another
+    piece.
+    """
     ids = {piece.piece: i for i, piece in enumerate(pieces) if piece.type == Piece.NORMAL}
     found = [
         (-piece.score, ids[left], ids[right], left, right)

@@ -9,8 +9,9 @@ class StopMatcher:
     """Cuts a text before the first stop string. The result does not depend on the division of the
     text into pieces.
 
-    Text that may be the beginning of a stop string is held back. The first match is the match that
-    ends first. If several matches end at the same position, the longest of these matches counts.
+    Text that may be the beginning of a stop string is held back. Of several matches, the match that
+    ends first counts. If several matches end at the same position, the longest of these matches
+    counts.
 
     Args:
         includes_stop: whether the returned text includes the stop string.

@@ -56,7 +56,8 @@ class Thinking:
 
     Attributes:
         begin, end: tokens around the reasoning; -1 if the model has no such token.
-        is_open: whether the prompt has begun the reasoning.
+        is_open: whether the answer begins inside the reasoning, because the prompt has the begin
+            token.
     """
 
     begin: int
@@ -81,7 +82,7 @@ class GrammarCompiler:
         """Return the grammar of a source.
 
         Args:
-            salt: results are shared only between requests with the same salt.
+            salt: requests share a cached grammar only if they have the same salt.
             param: the request's field that contains the source; used in error messages.
 
         Raises:

@@ -45,7 +45,8 @@ FORMS_OF_CALLS: tuple[dict[str, Any], ...] = (
     {"has_short_ids": True, "has_content": True},
 )
 LENGTH_OF_SHORT_ID = 9  # Mistral's templates require ids of calls with this length
-# The mark ends with a space. If the rendered prompt lacks this space, the template strips messages.
+# The mark ends with a space. If this space is missing in the rendered prompt, the template has
+# stripped the message.
 END_OF_MESSAGE = "CONTINUE-THE-LAST-MESSAGE-HERE "
 
 
@@ -81,8 +82,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON. Characters that are special in HTML are not escaped, unlike in Jinja's
-    filter.
+    """Return JSON. Unlike Jinja's filter ``tojson``, this function does not escape HTML's special
+    characters.
     """
     return json.dumps(
         value,
@@ -119,8 +120,8 @@ def packed(message: Any) -> bytes:
 def render(request: dict[str, Any], max_chars: int) -> dict[str, str]:
     """Return the ``text`` of a render, or the ``error`` that ended the render.
 
-    Templates read tools, and calls of tools, in different forms. If a template cannot render the
-    first form, the other forms are tried.
+    Templates read tools, and calls of tools, in different forms. All forms are tried in order,
+    until the template renders one form.
     """
     variables = request["variables"]
     messages = [_with_reasoning(message) for message in variables["messages"]]
@@ -154,8 +155,8 @@ def _with_calls(
     Args:
         as_text: whether arguments are JSON text, and not an object.
         has_content: whether an empty content is added to a message that has only calls.
-        has_short_ids: whether ids of calls, also in the messages with results, are replaced by ids
-            of nine characters.
+        has_short_ids: whether each id of a call is replaced by an id of nine characters, in the
+            call and in the message with its result.
     """
     found, calls = {**message}, message.get("tool_calls")
     if has_short_ids and (call_id := message.get("tool_call_id")) is not None:
@@ -203,7 +204,7 @@ def _render(request: dict[str, Any], max_chars: int) -> dict[str, str]:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under every name that templates use for it."""
+    """Return a message that has the reasoning under each key that templates read."""
     found = [message[name] for name in REASONING_FIELDS if message.get(name) is not None]
     if not found:
         return message

@@ -15,9 +15,9 @@ from dist_aclgraph.shapes.json_files import read_text
 from dist_aclgraph.text.token_bytes import byte_of_char
 
 NUM_RESERVED = 256  # number of ids for added tokens, after the ids of the vocabulary
-# The pattern of Kimi's tokenizer (moonshotai/Kimi-K2-Instruct, tokenization_kimi.py, ``pat_str``):
-# each match of the pattern is divided into tokens separately. The regular expressions of the
-# package ``tokenizers`` (Oniguruma) give the same matches.
+# Each match of this pattern is divided into tokens separately. The pattern is ``pat_str`` in
+# tokenization_kimi.py of moonshotai/Kimi-K2-Instruct. The regular expressions of the package
+# ``tokenizers`` (Oniguruma) give the same matches.
 _UPPER, _LOWER = (
     rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}")
 )
@@ -40,12 +40,12 @@ def read_tiktoken(path: Path, added: Mapping[int, AddedToken]) -> Tokenizer:
     """Return the tokenizer of a file in which each line has a token's bytes in base64
     and its rank.
 
-    A token's rank is its id. Of all pairs of neighbours that form a token, the pair whose token has
-    the lowest rank is merged first.
+    A token's rank is its id. Two neighbours are merged if they form another token. The merge that
+    forms the token with the lowest rank comes first.
 
     Args:
-        added: added tokens by id. If an id after the ids of the vocabulary is not in this mapping,
-            the id is a reserved token.
+        added: added tokens by id. The vocabulary's ids are followed by ``NUM_RESERVED`` ids; each
+            of these ids without an added token gets a reserved token.
 
     Raises:
         ModelError: the file cannot be read.

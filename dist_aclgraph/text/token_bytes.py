@@ -31,8 +31,8 @@ class TokenBytes:
         self._only_joins = kinds == {"ByteLevel"}
         self._known: dict[int, bytes] = {}
         self._whole: dict[int, str | None] = {}
-        # Ids of a short text. Each token is decoded after these ids, because some tokenizers decode
-        # the first token of a text differently.
+        # Ids of a short text. These ids are put before a token that is decoded, because some
+        # tokenizers decode the first token of a text differently.
         self._before: list[int] = []
         if self._byte_of_char is None and vocabulary:
             self._before = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
@@ -46,8 +46,8 @@ class TokenBytes:
     def whole_text(self, token_id: int) -> str | None:
         """Return the text that a token always adds if the bytes before it are whole characters.
 
-        None if this text may depend on other tokens: the token's bytes are not whole characters, or
-        the decoder also changes the joined bytes.
+        Return None if the text may depend on other tokens. There are two such cases: the token's
+        bytes are not whole characters, or the decoder does more than join bytes.
         """
         if token_id not in self._whole:
             text = self[token_id].decode(errors="ignore") if self._only_joins else None

@@ -35,10 +35,11 @@ from dist_aclgraph.text.token_bytes import TokenBytes
 
 # The files that can contain a tokenizer; the first file that exists is used.
 FILES = JSON, TIKTOKEN, SENTENCEPIECE = "tokenizer.json", "tiktoken.model", "tokenizer.model"
-# the longest token is assumed to have at least 64 characters, because normalisers may shorten texts
+# Lower limit for the assumed length of the longest token, in characters. A normaliser may shorten a
+# text, so a token can stand for more characters than its own text has.
 MIN_LONGEST_TOKEN = 64
-# A long text is encoded in parts of this length. The library holds Python's lock while it returns
-# or frees an encoding, which takes about 5 ms for such a part.
+# A long text is encoded in parts of this length. The library holds the GIL while it returns or
+# frees an encoding; for one part, this takes about 5 ms.
 PART_CHARS = 1 << 16
 # Matches the end of a text that ``_without_spaces`` may change after more text was added.
 _UNCERTAIN_END = re.compile(r" [ 'nmsvert]*$")
@@ -47,7 +48,7 @@ _UNCERTAIN_END = re.compile(r" [ 'nmsvert]*$")
 class Tokenizer:
     """Turns text into token ids and back.
 
-    Threads may share a tokenizer, because it has no state of requests.
+    Threads may share a tokenizer, because a tokenizer stores nothing about requests.
 
     Attributes:
         eos_ids: ids that end an output: the tokenizer's own stop token, and the ids of
@@ -169,8 +170,9 @@ class Tokenizer:
         """Encode a long text part by part; refuse the text as soon as the parts have too many
         tokens.
 
-        A cut within a token of n characters turns the token into at most n tokens. So the length of
-        the longest token is subtracted from each part's number of tokens.
+        A cut within a token of n characters turns the token into at most n tokens. To exclude such
+        additional tokens, the length of the longest token is subtracted from each part's number of
+        tokens.
         """
         count = 0
         for start in range(0, len(text), PART_CHARS):
@@ -376,7 +378,9 @@ def _without_spaces(text: str) -> str:
 
 
 def _translate(error: BaseException, ours: DistAclGraphError) -> BaseException:
-    """Return our error for a panic of the Rust library, and any other error unchanged."""
+    """Return ``ours`` for an exception or a panic of the Rust library. Return other errors, such as
+    KeyboardInterrupt, unchanged.
+    """
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return ours
     return error

@@ -177,7 +177,7 @@ def read_model_spec(directory: str | Path, overrides: Mapping[str, Any] | None =
         )
     check_quantisation(config)
     spec = READERS[architecture](config)
-    # In linear attention, hidden_act is also the activation after the convolution.
+    # Linear attention applies hidden_act to the result of the convolution.
     only_silu = {"experts": spec.experts, "linear attention": spec.linear}
     for beside in (name for name, part in only_silu.items() if part is not None):
         if spec.activation != "silu":

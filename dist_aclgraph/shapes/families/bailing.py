@@ -1,6 +1,5 @@
-"""Ling 2.0 and Ring 2.0 (BailingMoeV2). As in GLM-4.5, only a part of each head is rotated, and the
-same rule chooses experts. The weights have other names. Queries, keys and values are one stored
-matrix.
+"""Ling 2.0 and Ring 2.0 (BailingMoeV2). Only a part of each head is rotated. Experts are chosen by
+the rule of GLM-4.5. The weights have other names. Queries, keys and values are one stored matrix.
 """
 
 from __future__ import annotations

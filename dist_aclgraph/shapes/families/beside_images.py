@@ -28,7 +28,8 @@ def beside_images(
     """Return a function that reads the text part with ``read``.
 
     Args:
-        names: names of the weights of the text part, and of other parts.
+        names: ``prefix`` and ``changes`` for the weights of the text part; ``ignored`` for the
+            weights of all other parts.
     """
 
     def read_text_part(config: ModelConfig) -> ModelSpec:

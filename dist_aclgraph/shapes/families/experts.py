@@ -90,8 +90,8 @@ def read_deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec | N
         num_experts=config.integer("n_routed_experts", most=MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
         width=config.integer("moe_intermediate_size"),
-        # V2 either scales or renormalises experts' weights; published checkpoints scale the
-        # weights.
+        # DeepSeek V2 either scales or renormalises the weights of a token's experts. Published
+        # checkpoints use scaling.
         renormalizes=is_v3 and config.flag("norm_topk_prob", True),
         layers=ruled if listed is None else listed,
         scoring="sigmoid" if scoring == "sigmoid" else "softmax",

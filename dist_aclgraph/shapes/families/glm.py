@@ -75,10 +75,10 @@ def read_dots1(config: ModelConfig) -> ModelSpec:
 
 
 def _with_checked_sections(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
-    """Return the decoder of a model with images. ``mrope_section`` lists the number of frequencies
-    for each position in an image. Raise ModelError if the sum of this list differs from the
-    decoder's number of frequencies. transformers cannot run such a decoder, so config.json probably
-    has a wrong value for the rotated part of a head.
+    """Return the decoder of a model with images. ``mrope_section`` lists how many frequencies
+    encode the time, the row and the column in an image. Raise ModelError if the sum of this list
+    differs from the decoder's number of frequencies. transformers cannot run such a decoder, so
+    config.json probably has a wrong value for the rotated part of a head.
     """
     if config.rope.has(MROPE_SECTION):
         count = sum(config.rope.positive_numbers(MROPE_SECTION))

@@ -23,7 +23,8 @@ NAMES = WeightNames(
         (".mlp.down_proj.", ".shared_mlp.output_linear."),
     )
 )
-# Without the module's name, these parts of names would also match matrices of routed experts.
+# These texts include the name of the module, because ".gate_proj." alone would also match the
+# matrices of routed experts.
 SHARED_GATE_UP = (".mlp.shared_experts.gate_proj.", ".mlp.shared_experts.up_proj.")
 DENSE_GATE_UP = (".mlp.gate_proj.", ".mlp.up_proj.")
 

@@ -10,7 +10,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 from dist_aclgraph.shapes.rope_spec import UNROTATED
 
 OF_EXPERTS = ((".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."))
-# Dense layers and shared experts have the usual names of matrices.
+# The matrices of dense layers and of shared experts have the usual names, such as gate_proj.
 PUBLISHED_NAMES = WeightNames(
     changes=tuple(
         (f".mlp.{part}.", f".block_sparse_moe.{part}.")
@@ -18,15 +18,15 @@ PUBLISHED_NAMES = WeightNames(
     ),
     of_experts=OF_EXPERTS,
 )
-# transformers 5.23 writes the names of ``PUBLISHED_NAMES``, but all layers have the prefix of
-# layers with experts.
+# In checkpoints that transformers 5.23 has saved, dense MLPs have the prefix
+# ``.block_sparse_moe.``. The other names are the names of ``PUBLISHED_NAMES``.
 SAVED_NAMES = WeightNames(changes=((".mlp.", ".block_sparse_moe."),), of_experts=OF_EXPERTS)
 
 
 def read_kimi_linear(config: ModelConfig) -> ModelSpec:
     """Read a decoder with Kimi Delta Attention in most layers. The other layers have latent
-    attention, in which nothing is rotated. Published checkpoints and checkpoints that transformers
-    has saved use different keys.
+    attention, in which nothing is rotated. Published checkpoints have the key
+    ``linear_attn_config`` in config.json. Checkpoints that transformers has saved have other keys.
     """
     if not config.flag("mla_use_nope", True):
         raise config.unsupported("mla_use_nope is false; rotated keys are not supported")

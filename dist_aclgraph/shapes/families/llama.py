@@ -21,8 +21,8 @@ def read_llama(config: ModelConfig) -> ModelSpec:
 
 
 def _with_biases(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
-    """Set whether all four products of attention have biases, and whether all products of the MLP
-    have biases.
+    """Return a decoder with the biases that config.json enables: ``attention_bias`` for queries,
+    keys, values and the output; ``mlp_bias`` for the MLP.
     """
     has_bias = config.flag("attention_bias", False)
     return replace(
