@@ -1,10 +1,10 @@
 """``make bench-arrivals``: the time to the first token, with and without late decisions (ADR 36).
 
-The device's times are computed by a model (``docs/develop/device-time.md``), the host's work is
-real, and there are no weights. Two deployments of the same model take turns: one with late
-decisions, one without. In a *burst*, requests follow each other within milliseconds while no other
-request runs. In a *stream*, requests arrive one by one while other requests decode. The results are
-no measurements of an NPU.
+The time model (``docs/develop/device-time.md``) computes the device's times, and there are no
+weights. The host does all work that serving requires. Two deployments of the same model take turns:
+one with late decisions, one without. In a *burst*, requests follow each other within milliseconds
+while no other request runs. In a *stream*, requests arrive one by one while other requests decode.
+The results are no measurements of an NPU.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def burst(engine: DecodeEngine) -> dict[str, list[float]]:
 
 
 def stream(engine: DecodeEngine, seed: int) -> dict[str, list[float]]:
-    """Some requests decode while other requests join. Return the joining requests' times to the
-    first token, and the times between tokens of the decoding requests.
+    """Let some requests decode while new requests arrive. Return the new requests' times to the
+    first token, and the decoding requests' times between tokens.
     """
     client, random = Client(engine), np.random.default_rng(seed)
     for _ in range(STREAMS):

@@ -179,7 +179,7 @@ def _decode_engine(
         {"tp": tp, "dcp": shards},
         _blocks_for(max(sizes.contexts) + sizes.steps),
         kernels=kernels,
-        prefix_cache=True,  # only decode steps are timed, so a context is computed only once
+        prefix_cache=True,  # only decode steps are timed; later runs reuse the context's KV
     )
 
 
@@ -278,7 +278,7 @@ def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 def work_of_ranks(num_tokens: int, num_ranks: int) -> list[int]:
     """A prompt of ``num_tokens`` tokens is split over ``num_ranks`` ranks, and computed in one
-    step. Return for how many pairs (token, key) each of these ranks computes attention.
+    step. Return the number of pairs (token, key) for which each rank computes attention.
     """
     lens = np.array([num_tokens], np.int32)
     split = PromptSplit.of(lens, num_ranks)

@@ -2,11 +2,10 @@
 of the same run.
 
 The bench answers four questions. How fast is decoding with graphs, compared with transformers'
-``generate`` on the same checkpoint with one thread? How much host time does a step take if the
-emulator's kernels do nothing, so that only the host limits the speed? How much do updates of
-attention lengths cost if the host sends them before the replay of the step, and if it sends them
-after the replay? How much does sampling cost? The results are from the emulator; they are not
-measurements of an NPU.
+``generate`` on the same checkpoint with one thread? How much host time does a step take? Here, the
+emulator's kernels do nothing, so only the host limits the speed. How much do updates of attention
+lengths cost? The host sends these updates either before or after the replay of the step. How much
+does sampling cost? The results are from the emulator; they are not measurements of an NPU.
 """
 
 from __future__ import annotations

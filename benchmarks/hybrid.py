@@ -38,7 +38,8 @@ from dist_aclgraph.shapes.model_facts import read_model_facts
 from dist_aclgraph.steps.step import RowSampling, StepResult
 
 CONTEXTS = {"1k": 1 << 10, "32k": 32 << 10, "128k": 128 << 10}
-PROMPT_TOKENS, PREFIX_TOKENS = 600, 512  # the prefix ends at a KV block's end, and at a checkpoint
+# At the end of the prefix, a KV block is full, and a checkpoint stores the recurrent state.
+PROMPT_TOKENS, PREFIX_TOKENS = 600, 512
 EQUAL: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1024,

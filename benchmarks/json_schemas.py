@@ -2,8 +2,8 @@
 
 The data is not in this repository: clone guidance-ai/jsonschemabench, and pass a folder of its
 ``maskbench/data``. Each file contains a schema, and values that are marked as valid or invalid. The
-script runs the compiler's process as the service does, and the matchers with the limits that
-workers set. The vocabulary has 151,936 artificial tokens. Times are CPU times.
+script starts the compiler's process like the service. The matchers have the limits that workers
+set. The vocabulary has 151,936 artificial tokens. Times are CPU times.
 """
 
 from __future__ import annotations

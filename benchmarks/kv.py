@@ -2,11 +2,11 @@
 
 An engine's scheduler and a worker's runner take turns in one process. The emulator's kernels
 compute real values, so a prompt takes CPU time. This file measures three things. The first is the
-time to the first token, for prompts whose KV is computed, is in the device's cache, or is in files.
-The second is the time between the tokens of decoding requests, while other prompts are computed or
-read from files. The third is the time until all requests of a lost group have their next tokens,
-with and without files. ``roles.py`` measures a fourth thing: long prompts with and without a
-prefill group. The results are from the emulator; they are not measurements of an NPU.
+time to the first token in three cases: the prompt's KV is computed, is in the device's cache, or is
+in files. The second is the time between the tokens of decoding requests, while other prompts are
+computed or read from files. The third is the time until all requests of a lost group have their
+next tokens, with and without files. ``roles.py`` measures a fourth thing: long prompts with and
+without a prefill group. The results are from the emulator; they are not measurements of an NPU.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def remove(root: Path) -> None:
 
 
 def make_service(path: Path, batch: int, root: Path) -> Service:
-    """Return a rank in this process, whose blocks have files below ``root``."""
+    """Return a rank in this process. The files of its KV blocks are below ``root``."""
     config = make_config(
         {
             "model": str(path),
@@ -236,10 +236,11 @@ def first_tokens(
 def decode_beside(
     service: Service, batch: int, steps: int, length: int, rounds: int, note: Any
 ) -> dict[str, dict[str, float]]:
-    """Return the times between the tokens of decoding requests in three cases: no other request
-    runs; prompts of ``length`` tokens are computed; such prompts are read from files.
+    """Return the times between the tokens of decoding requests in three cases. ALONE: no other
+    request runs. COMPUTED: prompts of ``length`` tokens are computed. READ: the KV of such prompts
+    is read from files.
 
-    In the last two cases, three prompts run one after another.
+    In the last two cases, three requests with such prompts run one after another.
     """
     gaps: dict[str, list[float]] = {way: [] for way in (ALONE, COMPUTED, READ)}
     cpu_s: dict[str, float] = dict.fromkeys(gaps, 0.0)
@@ -295,11 +296,11 @@ def recover(
     first run has written.
 
     Returns:
-        For each of the two runs: the seconds until the last request has its next token; the seconds
-        until the median request has its next token; the fraction of tokens whose KV was read from
-        files; the CPU time per token, in microseconds; the number of bytes in files per token.
-        Files are not written if there is no time or no room, so the KV of some tokens may be
-        missing in the files.
+        Five values for each of the two runs. ``all_s``: seconds until all requests have their next
+        tokens. ``median_s``: median time until a request has its next token, in seconds. ``read``:
+        fraction of tokens whose KV was read from files. ``cpu_us``: CPU time per token, in
+        microseconds. ``bytes``: number of bytes in files per token. Files are not written if there
+        is no time or no room, so the KV of some tokens may be missing in the files.
     """
     num_tokens = sum(map(len, prompts))
     found: dict[str, dict[str, float]] = {}

@@ -47,7 +47,7 @@ from dist_aclgraph.steps.step import (
 
 NODE = "node"
 WAIT_S = 1.0
-PAUSE_S = 0.002  # seconds between two steps; all processes sleep before a step begins
+PAUSE_S = 0.002  # seconds between two steps, in which all processes become idle
 GOAL_MS, GOAL_WORKERS = 0.4, 8
 RECORD_BYTES = 16  # number of bytes that a request takes in a plan
 
@@ -214,7 +214,7 @@ def report(results: dict[str, Any]) -> Report:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw each median, and the 10th percentile below the median.
+    """Draw the median time of each way as a bar, and the 10th percentile as a line.
 
     On a quiet machine, the 10th percentile is close to the median.
     """

@@ -1,11 +1,11 @@
 """``make bench-overlap``: the idle time of an NPU between steps, with one step in flight and with
 two.
 
-The device's times are computed by a model (``docs/develop/device-time.md``). The host is real: it
-does all work that serving requires. There are no weights. For a decode step, the bench shows the
-total time, the time for which the device is busy, and why the device waits. If a deployment has
-several ranks, the ranks share the cores of this machine, so each rank is slower. The results are no
-measurements of an NPU.
+The device's times are computed by a model (``docs/develop/device-time.md``). The host does all work
+that serving requires. There are no weights. For a decode step, the bench shows the total time, the
+time for which the device is busy, and why the device waits. If a deployment has several ranks, the
+ranks share the cores of this machine, so each rank is slower. The results are no measurements of an
+NPU.
 """
 
 from __future__ import annotations
@@ -177,12 +177,12 @@ def modelled_engine(
     sections: Mapping[str, Any] | None = None,
     **scheduler: Any,
 ) -> DecodeEngine:
-    """Return a deployment without weights, whose devices' times are computed by the model.
+    """Return a deployment without weights. The time model computes the times of its devices.
 
     Args:
         title: name of the deployment in the progress bar.
         graph: the configuration's keys in the section ``graph``.
-        sections: further sections of the configuration; they replace the bench's sections.
+        sections: sections of the configuration. Each replaces the bench's section of the same name.
         scheduler: the configuration's keys in the section ``scheduler``.
     """
     directory = folder / f"{len(list(folder.iterdir()))}"
@@ -227,13 +227,14 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
     num_steps = _gained(before, after, mode, "steps")
     if mode != "eager":
         # With two steps in flight, the first decode step is queued before the result of the
-        # prompts' step arrives. So the work of this decode step is counted with the prompts' step.
+        # prompts' step arrives. The counters add the work of this decode step to the prompts' step.
         num_steps -= engine.config.scheduler.steps_in_flight - 1
     times = {
         cause: _gained(before, after, mode, f"modelled_{cause}_ns", "counted") / num_steps / 1e3
         for cause in CAUSES
     }
-    # Both runs have the same prompts, so the difference of the busy times contains no prompt.
+    # Both runs have the same prompts, so the difference of the busy times is from decode steps
+    # only.
     more_ns = _busy_ns(before, after) - _busy_ns(cold, before)
     more = _gained(before, after, mode, "steps") - _gained(cold, before, mode, "steps")
     times["busy"] = more_ns / more / 1e3

@@ -1,11 +1,11 @@
 """``make perf-gate``: compares the device work of a step with the numbers in ``perf_gate.json``.
 
-Eleven combinations of models and settings decode in one process on the emulator, whose device times
-are computed by a model. One combination also computes prompts. The gate counts a step's launches,
-updates, uploads, downloads and synchronizations, and reads the step's modelled time. These numbers
-do not depend on the speed of the machine. If a number exceeds the number in the file by more than
-its tolerance, the gate fails and names the model and the number. ``--write`` writes the numbers to
-the file, so that a review shows the changes.
+The gate decodes with eleven combinations of models and settings, in one process on the emulator.
+The time model computes the device's times. One combination also computes prompts. The gate counts a
+step's launches, updates, uploads, downloads and synchronizations, and reads the step's modelled
+time. These numbers do not depend on the speed of the machine. If a number exceeds the number in the
+file by more than its tolerance, the gate fails and names the model and the number. ``--write``
+writes the numbers to the file, so that a review shows the changes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Case(NamedTuple):
             all cases have.
         sampling: name of the sampling parameters in ``benchmarks.step``.
         settings: further keys of the deployment's configuration.
-        has_prompts: whether prompts fill each step up to ``MIXED_TOKENS`` tokens, in mode FULL.
+        has_prompts: whether each step also computes prompts, so that the step has ``MIXED_TOKENS``
+            tokens and mode FULL.
     """
 
     model: Mapping[str, Any]

@@ -41,8 +41,8 @@ MEMORY_MB = 62_000  # an NPU of 64 GB, without the memory that its driver uses
 NUM_WORDS = 256  # number of different token ids in prompts
 PHASES = ("place", "join", "load", "negotiate", "capture", "step")
 LIMIT_S = 1800.0  # time limit of each phase, which is long because all ranks share a few cores
-# The stages in which a rank's host works for a step. The stage "update" is left out, because with
-# drafts it contains the wait for the previous step.
+# The stages in which a rank's host works for a step. The stage "update" is left out: with drafts,
+# this stage contains the wait for the previous step.
 STAGES = ("rows", "inputs", "upload", "lengths", "replay", "sample")
 MODE = "full"  # only these steps are counted
 

@@ -1,10 +1,11 @@
-"""Long prompts beside requests that decode, with and without a prefill group (``make bench-kv``).
+"""Long prompts and decoding requests, with and without a prefill group (``make bench-kv``).
 
 Two deployments of one model take turns. In the first deployment, each of two groups computes
 prompts and decodes. In the second deployment, one group only computes long prompts; the other group
-reads the KV of these prompts from files, computes short prompts, and decodes. The device is
-modelled (``docs/develop/device-time.md``), and there are no weights. The host and the bytes in the
-files are real. The figures say nothing about an NPU.
+reads the KV of these prompts from files, computes short prompts, and decodes. The time model
+(``docs/develop/device-time.md``) computes the device's times, and there are no weights. The host
+does all work that serving requires, and the files contain all bytes of the KV. The figures say
+nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from dist_aclgraph.steps.delta import RequestDelta
 
 MODEL = "Qwen3-8B"
 # The published model has eight KV heads. With one KV head, a token's KV has 18 KB. With eight KV
-# heads, two cores would need more time for the files of a prompt than the modelled device needs to
-# compute the prompt.
+# heads, two cores would need longer to write and read the files of a prompt than the modelled
+# device needs to compute the prompt.
 NUM_KV_HEADS = 1
 NUM_GROUPS, MAX_BATCH, NUM_BLOCKS, BLOCK_SIZE, MAX_LEN = 2, 32, 1024, 128, 8192
 STEP_TOKENS = 2048  # limit of a step's tokens
@@ -120,7 +121,7 @@ class Load:
         """Receive tokens until ``until`` returns True.
 
         Raises:
-            EngineDeadError: a request failed, or nothing arrived for two minutes.
+            EngineDeadError: a request failed, or the engine sent no message for two minutes.
         """
         while not until():
             try:
@@ -141,9 +142,9 @@ class Load:
         return all(len(token_s) >= BEFORE for token_s in self._token_s)
 
     def times(self) -> Times:
-        """Return four lists of times: from the sending of a long prompt to its first token; from
-        the sending of a short prompt to its first token; from the first to the second token of a
-        long prompt; between two tokens of a stream, while prompts are answered.
+        """Return four lists of times. ``long`` and ``short``: from the sending of a prompt to its
+        first token. ``second``: from the first to the second token of a long prompt. ``gap``:
+        between two tokens of a stream, while prompts are answered.
         """
         requests = [(*sent, tokens) for sent, tokens in zip(self._sent, self._token_s, strict=True)]
         others = [request for request in requests if request[0] != STREAM]
@@ -236,7 +237,9 @@ def _num_read(engine: DecodeEngine) -> int:
 
 
 def table(found: dict[str, dict[str, float]]) -> Table:
-    """Return a line for each of ``FIGURES``, with the ratio to the first deployment."""
+    """Return a line for each of ``FIGURES``. A cell contains a deployment's value, and the ratio of
+    this value to the value of the first deployment.
+    """
     lines = [
         [words, *(f"{row[key]:.1f} ({row[key] / found[ALL][key]:.2f})" for row in found.values())]
         for words, key in FIGURES.items()

@@ -1,8 +1,8 @@
 """Measures the host time of an engine's own work: ``python -m benchmarks.scheduler``.
 
-All requests decode in every step. There is no worker and no channel. Three parts are measured
-separately: the scheduler; the encoding of its plans; and the encoding of a message with the step's
-tokens for each client.
+All requests decode in every step. There are no workers, and no message is sent. Three parts are
+measured separately: the scheduler; the encoding of its plans; and the encoding of a message with
+the step's tokens for each client.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def measure(
 ) -> dict[str, float]:
     """Return the CPU times of a step in microseconds.
 
-    These are the median, the mean and the 99th percentile for the scheduler, and the medians for
-    the encoding of plans and of messages.
+    For the scheduler: median, mean and 99th percentile. For the encoding of plans: median. For the
+    encoding of messages: median and 99th percentile.
     """
     scheduler, recipients = make_scheduler(
         num_reqs, num_steps, num_waiting=num_waiting, num_clients=num_clients

@@ -1,13 +1,13 @@
 """``make bench-serve``: the CPU time and the latency of a token, from the engine's message to the
 client's socket.
 
-A paced engine has no model, but sends one token to each stream at fixed intervals (steps), over the
+A paced engine has no model. At fixed intervals (steps), it sends one token to each stream, over the
 usual links between engines and clients. The bench measures the CPU time per token of the processes
-that serve HTTP, and the time from a step's result until the client has the frame. It compares
-``dist-aclgraph serve`` with several variants: a bare uvicorn that sends the same frames (the
-floor), requests that have a tool, Ray Serve behind Ray's own proxy, and Ray Serve behind HAProxy.
-All servers take turns in one run. On a busy machine, CPU times are still meaningful, but wall times
-are not.
+that serve HTTP, and the time from a step's result until the client has the frame. The bench
+compares ``dist-aclgraph serve`` with three other servers: a bare uvicorn that sends the same frames
+(the floor), Ray Serve behind Ray's own proxy, and Ray Serve behind HAProxy. ``dist-aclgraph serve``
+is also measured with requests that have a tool. All servers take turns in one run. On a busy
+machine, CPU times are still meaningful, but wall times are not.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def measure(
     """Stream from each server in turn. Return one row for each server and each number of streams.
 
     Args:
-        is_apart: whether the servers have one core for themselves. Clients then never preempt a
-            server, as if the clients ran on another machine.
+        is_apart: whether the servers have one core for themselves. On this core, no client preempts
+            a server. This is like clients on another machine.
     """
     config = _config(max(sizes), pace)
     tokens = Tokenizer(config.model).encode(TEXT)
@@ -166,8 +166,8 @@ def measure_ingresses(
     """Stream from services that have several ingress processes.
 
     The number of streams per ingress does not depend on the number of ingresses. If the CPU time
-    per token does not depend on the number of ingresses either, n ingresses on separate cores serve
-    n times as many tokens as one ingress.
+    per token is also equal for all numbers of ingresses, n ingresses on separate cores serve n
+    times as many tokens as one ingress.
 
     Returns:
         A row for each number of streams per ingress and each number of ingresses.

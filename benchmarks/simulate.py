@@ -39,13 +39,13 @@ from dist_aclgraph.simulate.simulation import simulate
 from dist_aclgraph.simulate.times import read_times
 from dist_aclgraph.steps.delta import RequestDelta
 
-# Largest allowed relative difference of the total times. With drafts, it also applies to replays
-# and padding.
+# Largest allowed relative difference of the total times. With drafts, the limit also applies to the
+# numbers of replays and of padding tokens.
 AIM = 0.15
 MAX_NUM_SEQS = 32
 FIRST = Arrival(0.0, 1000, 1)  # a long prompt; all other requests arrive during its first step
 LATER_S = 1e-6  # simulated arrival time of all other requests: during the first step
-LEAD_S = 0.005  # seconds that the bench waits for the beginning of the first step
+LEAD_S = 0.005  # seconds between the first request and all others, for the first step to begin
 NUM_CONTEXTS = 2
 
 Counts = dict[str, float]
@@ -180,7 +180,9 @@ def compare(case: Case, requests: int, in_flight: int) -> tuple[Counts, Counts]:
 
 
 def missed(case: Case, real: Counts, played: Counts) -> list[str]:
-    """Return the names of the numbers that differ too much between simulation and deployment."""
+    """Return the names of the counters and times that differ too much between simulation and
+    deployment.
+    """
     exact = {"replays", "eager steps", "padded tokens"}
     close = {"seconds"}
     if case.num_drafts:

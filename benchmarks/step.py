@@ -2,8 +2,8 @@
 
 The engine's scheduler and a worker's runner take turns in one process, without messages and
 clients. All requests decode, so each request gets one token in each step. A row shows the 10th
-percentile over all steps, because other programs on the machine delay most steps. The results are
-from the emulator; they are not measurements of an NPU.
+percentile over all steps. Higher percentiles contain delays by other programs on the machine. The
+results are from the emulator; they are not measurements of an NPU.
 """
 
 from __future__ import annotations

@@ -2,19 +2,19 @@
 by a grammar.
 
 The engine's scheduler and a worker's runner take turns in one process, with two steps in flight. In
-each step, some of the requests have a grammar, which comes from a typical JSON schema. Several
-numbers of such requests are measured in turns. The device's times are computed by a model
+each step, some of the requests have a grammar, which comes from a typical JSON schema. The number
+of these requests changes from turn to turn. The device's times are computed by a model
 (``docs/develop/device-time.md``), and there are no weights. The models have the shapes of Qwen3-8B,
 and of a dense DeepSeek of the same size with one draft. The device computes nothing, so its tokens
 are arbitrary. Therefore the bench replaces tokens and drafts by the tokens of a valid answer before
 the matchers read them. The vocabulary is generated. The results are no measurements of an NPU.
 
-In a second part, requests with large schemas arrive while other requests decode. For the steps
-during which such a request arrives, the bench compares two cases: the schema is new, or it was
-already compiled for an earlier request.
+In a second part, requests with large schemas arrive while other requests decode. The bench measures
+the steps during which such a request arrives, in two cases: the schema is new, or it was already
+compiled for an earlier request.
 
-The last part measures the CPU time that the ingress needs for the text of a token, with and without
-a reader that finds tool calls.
+The last part measures the ingress's CPU time per token, with and without a search for tool calls in
+the text.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class _Scripted(Matchers):
 
     @classmethod
     def replace_tokens(cls, matchers: Matchers, answer: list[int]) -> None:
-        """Let matchers that a runner already uses read the tokens of ``answer``."""
+        """Change the class of a runner's matchers, so that they read the tokens of ``answer``."""
         matchers.__class__ = cls
         vars(matchers).update(answer=answer, starts={})
 
@@ -266,7 +266,7 @@ class _Scripted(Matchers):
         super().begin(row, sampling)
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
-        super()._tokens(row, begin, end)  # called only because a real matcher spends this time
+        super()._tokens(row, begin, end)  # only for its time: a real matcher makes this call
         start = self.starts[row]
         return self.answer[begin - start : end - start]
 

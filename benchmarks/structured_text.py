@@ -33,8 +33,8 @@ def measure_text(tokenizer: Tokenizer, sentences: int = 8) -> list[dict[str, Any
 
     A ``Reader`` finds tool calls in an answer. There are three times: for content without a reader,
     for content with a reader, and for the arguments of a call. Each time includes the conversion of
-    the token to text, the work of the reader, and the JSON of the chunk. The messages of the engine
-    and of HTTP do not depend on the reader, and are not included.
+    the token to text, the work of the reader, and the JSON of the chunk. The times do not include
+    the engine's messages and HTTP, because these do not depend on the reader.
     """
     content = tokenizer.encode(SENTENCE * sentences, add_special_tokens=False)
     rows = []

@@ -49,12 +49,11 @@ WARM_UP_STEPS = 12
 VOCAB = 2048
 MAX_LEN = 256
 # The largest size is large enough for all prompts of a workload, so no prompt is split into chunks.
-# Chunks would depend on the timing, and attention over chunks rounds differently than attention
-# over the whole prompt.
+# The sizes of chunks would depend on the timing, and chunks change the rounding of attention.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MODES = "NONE,PIECEWISE,FULL"
-# The stages in which the host queues a step's work. The stage that sends the lengths before a step
-# is left out, because the host sends them while it waits for the previous step.
+# The stages in which the host queues a step's work. In one further stage, the host sends a step's
+# lengths while it waits for the previous step. This stage is left out.
 LAUNCHING = ("forward", "replay", "update")
 
 

@@ -117,7 +117,7 @@ class LatentShape(Decoder):
     ARCHITECTURE = "DeepseekV2ForCausalLM"
     LATENT = 512
     ROPE = 64
-    HEAD = 128  # size of a key's part without rotary embedding, and size of a value
+    HEAD = 128  # head size of values, and of keys without their rotary part
 
     def attention_config(self) -> dict[str, Any]:
         return {

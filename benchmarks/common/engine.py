@@ -14,8 +14,8 @@ from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.config import make_config
 
 NUM_WORDS = 1000  # number of different token ids in prompts
-# Time limit in seconds of each phase of a start, and of a step. It is long, because several
-# deployments share the cores, and because a step with all prompts of a batch can take minutes on
+# Time limit in seconds of each phase of a start, and of a step. The limit is long for two reasons:
+# several deployments share the cores, and a step with all prompts of a batch can take minutes on
 # the emulator.
 LIMIT_S = 300.0
 

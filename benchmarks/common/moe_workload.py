@@ -13,7 +13,7 @@ ANIMALS = ("fox", "cat", "dog", "owl", "bear", "duck", "frog", "lion")
 NAMES = ("Mia", "Tom")
 # The answers to these questions end after a few tokens, but no story ends during a run.
 QUESTIONS = ("Who are you?", "Count from 3 to 9.", "Hello!", "Count down from 12.")
-EXTRA_TOKENS = 8  # number of tokens that other requests get after the first request has ended
+EXTRA_TOKENS = 8  # additional output tokens of all requests except the first request
 LATER_TOKENS = 6
 
 

@@ -143,8 +143,8 @@ class OneRank:
             config,
             self.npu,
             self._model,
-            # Each padding request needs a block on some chips, so there must be at least one block
-            # per request.
+            # On some chips, the attention operator counts one block for each padding request. So
+            # there must be at least one block per request.
             num_blocks=max(num_blocks, *(graph.num_reqs for graph in graphs)),
             max_len=self._max_len,
             graphs=graphs,
@@ -158,7 +158,7 @@ class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         count: number of these operators.
-        num_updates: number of attention operators among them whose lengths are updated at each
+        num_updates: number of operators with attention lengths that the host updates at each
             replay.
     """
 

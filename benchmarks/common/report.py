@@ -143,8 +143,9 @@ def draw_bars(
     """Draw one bar for each row. In each group, the bars of all series are side by side.
 
     Args:
-        group, series, label: formats (see ``Cells``) of the text below a group of bars, the text in
-            the legend, and the text above a bar.
+        group: format (see ``Cells``) of the text below a group of bars.
+        series: format of the text in the legend.
+        label: format of the text above a bar.
         height: name of the field that contains the height of a bar, e.g. ``ratio[median]``.
         dots: name of a field with a list of values, which are drawn as dots, e.g. the values of
             single rounds.

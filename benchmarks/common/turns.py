@@ -128,7 +128,7 @@ def differing_requests(runs: Iterable[Run], base: Run) -> int:
     """Return how many requests of ``runs`` have tokens that differ from the same requests in
     ``base``.
 
-    If ``runs`` are further runs with the settings of ``base``, their tokens can differ, too.
+    Tokens can differ even between two runs with the same settings.
     """
     return sum(
         ours != theirs for run in runs for ours, theirs in zip(run.tokens, base.tokens, strict=True)

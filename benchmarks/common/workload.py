@@ -101,7 +101,7 @@ class Run:
         return mean_stages(self.timings_us)[0]
 
     def per_step(self, mode: str, what: str) -> float:
-        """Return the mean of the count ``what`` over a mode's steps; 0 if nothing was counted."""
+        """Return the count ``what`` per step of the mode; 0 if nothing was counted."""
         counted = self.counted[mode]
         return counted.get(what, 0) / counted["steps"]
 
@@ -139,7 +139,7 @@ def run_workload(
         sampling: sampling parameters of all requests. By default, sampling is greedy.
 
     Raises:
-        EngineDeadError: a request failed, or nothing arrived for two minutes.
+        EngineDeadError: a request failed, or the engine sent no message for two minutes.
     """
     events: queue.SimpleQueue[tuple[int, float, RequestDelta]] = queue.SimpleQueue()
 
@@ -215,7 +215,7 @@ def _next(
 
 
 def _counters(client: EngineClient) -> dict[str, float]:
-    """Return the engine's counters, read between two steps."""
+    """Return the engine's counters. Their values are from the time between two steps."""
     (report,) = client.query("report", QUERY_S).values()
     metrics = report["metrics"]
     parts = {
@@ -262,9 +262,9 @@ def whole_steps(
     """Return two lists: the times of one request's deliveries from ``begin_s`` on, and numbers of
     tokens.
 
-    The second list has one number for each delivery to any request between the first and the last
-    of these times. So the list covers a whole number of steps, because between two successive
-    deliveries to a request, every other request gets exactly one delivery.
+    The second list contains the number of tokens of each delivery between the first and the last of
+    these times, for all requests. This list covers a whole number of steps: between two successive
+    deliveries to one request, every other request gets exactly one delivery.
 
     Raises:
         DistAclGraphError: the request got its last token before ``begin_s``.
@@ -317,8 +317,8 @@ def step_ms(runs: Sequence[Run]) -> list[float]:
 
 
 def mean_stages(timings_us: dict[str, float]) -> tuple[dict[str, float], dict[str, int]]:
-    """Return, for each stage, the mean microseconds per step over all modes; and, for each mode,
-    its number of steps.
+    """Return two mappings: the mean time of each stage in microseconds per step, over all modes;
+    and the number of steps of each mode.
     """
     modes = _by_mode_and_stage(timings_us)
     steps = {mode: int(found["steps"]) for mode, found in modes.items() if found.get("steps")}

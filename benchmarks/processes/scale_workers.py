@@ -1,8 +1,8 @@
 """The program that simulates all workers of a group for ``make bench-scale``.
 
 After every worker has received its plan, the program writes a line of text. Then it waits until it
-can read a line, and lets every worker answer. So the engine's process can measure separately how
-long it sends and how long it receives.
+can read a line, and lets every worker answer. So the engine's process can measure two times
+separately: the time to send, and the time to receive.
 """
 
 from __future__ import annotations

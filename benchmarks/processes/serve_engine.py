@@ -85,8 +85,8 @@ class PacedEngine:
 
 
 class ByteSource:
-    """The source for the floor. It sends one byte to the server at each step, and receives one byte
-    from the server for each new stream.
+    """The source for the floor (a bare uvicorn). At each step, the source sends one byte to the
+    server. For each new stream, the source receives one byte from the server.
     """
 
     def __init__(self, connection: socket.socket) -> None:

@@ -96,15 +96,14 @@ class _Found:
 
 
 def _here(found: PacedDeployment, node_id: str) -> Callable[..., PacedDeployment]:
-    """Return a function that returns the deployment ``found``, with ``node_id`` as the id of this
-    Ray node.
-    """
+    """Return a function that returns a copy of ``found``. The copy has the id of this Ray node."""
     return _Found(replace(found, address=replace(found.address, node_id=node_id), node_id=node_id))
 
 
 def _settled(ancestor: int) -> tuple[int, ...]:
-    """Wait until the processes through which a token passes have not changed for ``SETTLED_S``, and
-    return them. Serve replaces the HAProxy process when replicas appear.
+    """Return the ids of the processes through which a token passes. First, wait until these
+    processes have not changed for ``SETTLED_S``. Serve replaces the HAProxy process when replicas
+    appear.
     """
     found: tuple[int, ...] = ()
     since_s = time.monotonic()

@@ -35,7 +35,8 @@ class Server:
     """A server that listens at ``ports``. ``pids`` are the ids of the processes through which a
     token passes.
 
-    ``ingresses`` are the ids of the processes that serve HTTP, if there may be several.
+    ``ingresses`` are the ids of the ingress processes of ``dist-aclgraph serve``; () for other
+    servers.
     """
 
     name: str

@@ -2,9 +2,9 @@
 have. If this folder is on PYTHONPATH, Python imports this file when it starts (``make
 test-vllm-ascend``).
 
-vllm-ascend imports pyACL, a part of CANN, for its sleep mode. It also imports models for images,
-whose processors need torchvision. Models for text use neither pyACL nor torchvision, so mocks
-replace both.
+vllm-ascend imports pyACL, a part of CANN, for its sleep mode. It also imports models for images.
+The processors of these models need torchvision. Models for text use neither pyACL nor torchvision,
+so mocks replace both.
 """
 
 import sys
@@ -36,10 +36,10 @@ def register() -> None:
     """Change three parts of vllm-ascend. The function runs in each process that loads vllm-ascend's
     plugins.
 
-    The import of vllm-ascend's own kernels is tried now, before the model is compiled. It fails,
-    because the kernels are not built. The warm-up of ATB does nothing, because ATB's operators are
-    not emulated and not needed. The slots of tokens are computed by torch, because triton is not
-    installed.
+    The function tries to import vllm-ascend's own kernels before the model is compiled. This import
+    fails, because the kernels are not built. The warm-up of ATB does nothing, because ATB's
+    operators are not emulated and not needed. The slots of tokens are computed by torch, because
+    triton is not installed.
     """
     import torch_npu
     from torch_npu.op_plugin.atb import _atb_ops

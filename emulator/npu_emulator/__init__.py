@@ -5,8 +5,8 @@ loads the emulated NPU into the calling process. ``README.md`` in the folder of 
 describes the settings and the counters.
 
 The C++ sources are compiled at the first use. libtorch_npu.so needs CANN libraries with certain
-SONAMEs. If the process has already loaded libraries with these SONAMEs, the loader uses them. So
-the emulated libraries are loaded first.
+SONAMEs. The emulated libraries have these SONAMEs. They are loaded before libtorch_npu.so, so the
+loader uses them and does not search for other libraries.
 """
 
 from npu_emulator.building import BUILD, SOURCES, build, is_built, missing_tools

@@ -120,8 +120,8 @@ def _processor_features() -> str:
 
 
 def _make(progress: OnProgress | None) -> None:
-    # Dependency files contain the paths of the objects. So in a clone, make's variable B must have
-    # the value that the Makefile gives to it.
+    # Dependency files contain the paths of the objects, and these paths begin with make's variable
+    # B. In a clone, B gets the Makefile's default value, so that each build uses the same paths.
     folder = BUILD.name if BUILD.parent == SOURCES else BUILD
     command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
     command.append(f"B={folder}")

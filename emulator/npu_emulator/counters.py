@@ -42,7 +42,7 @@ def unaligned_operators(device: int | None = None) -> dict[str, int]:
 
 
 def rates() -> dict[str, float]:
-    """Return the rates from which the time model computes a device's times, by their names.
+    """Return the rates of the time model: a mapping from the name of each rate to its value.
 
     Raises:
         EmulatorError: the emulator is not loaded.

@@ -17,15 +17,15 @@ def cache_directory() -> Path:
 
 
 def build_environment() -> dict[str, str]:
-    """Return this process's environment for a compiler: without the flags of a make that started
-    this process.
+    """Return the environment for a build: this process's variables without make's flags, which
+    exist if make started this process.
     """
     return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
 
 
 def disable_backend_autoload() -> None:
-    """Prevent torch from importing torch_npu by itself, which would happen before the emulated
-    libraries are loaded.
+    """Prevent torch from importing torch_npu by itself. Such an import would happen before the
+    emulated libraries are loaded.
     """
     os.environ[AUTOLOAD] = "0"
 
@@ -33,8 +33,8 @@ def disable_backend_autoload() -> None:
 def emulated_environment(
     libraries: Path, packages: Sequence[Path], programs: Path, settings: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return an environment in which a program finds the emulated NPU, in whatever order it imports
-    modules.
+    """Return an environment in which a program finds the emulated NPU. The program can import its
+    modules in any order.
 
     Args:
         libraries: folder of the emulated CANN.

@@ -12,8 +12,8 @@ from npu_emulator.errors import EmulatorError
 
 
 def read_files(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings. If the settings name a file of rates or a file of rules, the contents of
-    the file replace the name.
+    """Return the settings. The settings ``rates`` and ``rules`` are names of files; the contents of
+    the files replace these two settings.
 
     If a setting is also in the file of rules, the value in the file is used.
 

@@ -2,8 +2,8 @@
 nodes with emulated NPUs.
 
 Ray imports ``acl`` when a node starts. If the import fails and NPUs are declared, Ray prints two
-tracebacks. This module is on Python's path only while a local Ray starts
-(``dist_aclgraph.actors.cluster.local_ray``), or for ``ray start`` with
+tracebacks. This module is on Python's path in two cases only: while
+``dist_aclgraph.actors.cluster.local_ray`` starts a local Ray, and in ``ray start`` with
 ``PYTHONPATH=emulator/python``.
 """
 
@@ -19,7 +19,7 @@ class rt:
 
     @staticmethod
     def get_device_count() -> tuple[int, int]:
-        """Return (number of devices, error code). The number is always 0, because whoever starts
-        Ray declares the number of NPUs.
+        """Return (number of devices, error code). The number is always 0. Ray gets the real number
+        of NPUs from the program that starts Ray.
         """
         return 0, 0

@@ -19,7 +19,7 @@ namespace emu {
 
 using Task = std::function<void()>;
 
-// The kind of a task. Of these kinds, a task group may only update kernels.
+// The kind of a task. Tasks of the kind Kernel are the only tasks that a task group may update.
 enum class TaskKind {
   Kernel,
   Copy,
@@ -31,8 +31,8 @@ enum class TaskKind {
 };
 
 struct LaunchTraits {
-  // Two fields for the counters. Each is the operator's name if the runs of this launch are
-  // counted; otherwise null.
+  // Two fields for the counters. A field contains the operator's name if its counter counts this
+  // launch; otherwise null.
   const char *ai_cpu = nullptr;     // the AI CPU runs it
   const char *unaligned = nullptr;  // a tensor does not begin at a multiple of 32 bytes
   // The next two fields are used with modelled time only.

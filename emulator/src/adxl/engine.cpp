@@ -10,7 +10,7 @@ namespace {
 
 using namespace emu::adxl;
 
-// With AutoConnect, TransferAsync makes missing links. This is CANN's time limit for making a link.
+// CANN's time limit for a new link. With AutoConnect, TransferAsync makes a link if none exists.
 constexpr int kAsyncConnectMs = 3000;
 
 struct Options {

@@ -35,8 +35,8 @@ MemHandle Memory::add(const MemDesc &memory, MemType type) {
   refuse_unless(memory.addr + memory.len > memory.addr, PARAM_INVALID, "registration of ",
                 memory.len, " bytes at ", hex(memory.addr), ", which exceeds the address space");
   Range added{memory.addr, memory.len, uint32_t(type)};
-  // The emulator itself will access these addresses, so no setting admits addresses that are no
-  // device memory.
+  // The emulator itself will access these addresses. So MEM_DEVICE with an address outside the
+  // device's memory is refused with all settings.
   bool known = is_memory_of(device_, added);
   refuse_unless(known || type == MEM_HOST, PARAM_INVALID, "the ", memory.len, " bytes at ",
                 hex(memory.addr), " are no memory of device ", device_);

@@ -265,7 +265,7 @@ Listener::~Listener() {
 
 namespace {
 
-// A client's connection, which becomes a link when the server has taken stream ids and answers.
+// A client's connection. It becomes a link when the server has reserved stream ids for it.
 struct Connection {
   File socket;
   Clock::time_point begun = Clock::now();

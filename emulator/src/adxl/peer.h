@@ -52,7 +52,7 @@ struct Identity {
   uint32_t roce;        // HCCL_INTRA_ROCE_ENABLE=1
   uint32_t num_ranges;  // a server sends its ranges after this structure
   // The peer reads the secret at this address in this process's memory. If the peer finds the
-  // secret there, it accesses the right process.
+  // secret there, the peer accesses the right process.
   uint64_t secret_address;
   uint8_t secret[16];
 };
@@ -81,7 +81,7 @@ public:
   bool is_alive() const;
   // Copies bytes between this process and the peer. Returns 0, or errno.
   int copy(TransferOp operation, uint64_t local, uint64_t remote, size_t bytes) const;
-  // Tells the server that this link ends, and waits for its answer.
+  // Tells the server that this link ends, and waits for the server's answer.
   Status leave(int timeout_ms) const;
 
 private:

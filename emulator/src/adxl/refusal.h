@@ -26,9 +26,8 @@ void refuse_unless(bool condition, Status status, const Parts &...parts) {
   throw Refusal(status, text.str());
 }
 
-// Refuses a call that breaks a rule of CANN's documents, if the condition is false. The call is
-// still allowed with strict=false, or if the text of the refusal contains a text of the setting
-// `admit`.
+// The condition is a rule of CANN's documents. If the condition is false, the call is refused, with
+// two exceptions: strict=false, and a refusal whose text contains an entry of the setting `admit`.
 template <class... Parts>
 void demand(bool condition, Status status, const Parts &...parts) {
   if (condition || !settings().strict)

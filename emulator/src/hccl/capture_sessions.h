@@ -34,9 +34,9 @@ private:
 
 // The captures of one rank. All ranks give a capture the same number without communication, because
 // they capture in lockstep. But if a capture fails, perhaps only some ranks have used the
-// communicator in it. So if a rank drops a capture before its first replay, the rank tells the
-// other ranks the number of this capture. Then no rank uses this number or a smaller number for a
-// new capture.
+// communicator during the capture. So if a rank drops a capture before its first replay, the rank
+// tells the other ranks the number of this capture. Then no rank uses this number or a smaller
+// number for a new capture.
 class CaptureSessions {
 public:
   using Dropped = std::atomic<uint32_t>;  // the highest number that a rank has dropped

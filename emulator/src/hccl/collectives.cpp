@@ -121,7 +121,7 @@ EMU_API HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDat
   auto run = [=](const Call &call) {
     reduce_part(*c, call, send, receive, count, 0, count, type, op, c->rank == root);
   };
-  // A reduce counts as many bytes as a reduce-scatter, and then a gather of the parts at the root.
+  // A reduce counts as a reduce-scatter on all ranks, and then a gather at the root.
   size_t bytes = (c->rank == root ? 2 : 1) * of_others(c, count * element_bytes(type));
   return launch_for_all(c, "HcclReduce", describe("Reduce", count, type, op), stream, bytes,
                         operation_ns(Pattern::AllReduce, count * element_bytes(type), *c), run);
@@ -219,9 +219,9 @@ EMU_API HcclResult HcclAlltoAll(const void *send, uint64_t count, HcclDataType t
                         (c->ranks - 1) * bytes, operation_ns(Pattern::AllToAll, bytes, *c), run);
 }
 
-// Counts and displacements are arrays on the host, so their values at the launch are used, even in
-// a captured graph. After all ranks have compared the call, each pair of ranks exchanges its part
-// through mailboxes.
+// Counts and displacements are arrays on the host. Their values are read at the launch, and a
+// captured graph uses these values in each replay. After all ranks have compared the call, each
+// pair of ranks exchanges its part through mailboxes.
 EMU_API HcclResult HcclAlltoAllV(const void *send, const void *send_counts,
                                  const void *send_displacements, HcclDataType type,
                                  const void *receive, const void *receive_counts,

@@ -207,9 +207,9 @@ void Communicator::end_life() {
   links_.end_life(next);
 }
 
-// HCCL does not check whether the other ranks have aborted. If a rank resumes too early, it loses
-// data when the other ranks reset, and the error appears much later. So the emulator refuses to
-// resume too early.
+// HCCL does not check whether the other ranks have aborted. A rank that resumes before the other
+// ranks have aborted loses data, and the error appears much later. The emulator refuses to resume
+// so early.
 void Communicator::resume() {
   std::string what = "HcclCommResume of communicator " + name + " on rank " + std::to_string(rank);
   if (headers_[rank]->lives_over != life_ + 1)

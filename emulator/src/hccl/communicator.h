@@ -1,10 +1,11 @@
 // A communicator: ranks that exchange messages, over shared memory within a host, and over sockets
 // (links.h) between hosts. Every rank owns a memory segment, which all ranks of its host map. Small
-// messages use two slots in turn. So one barrier per message is enough: no rank can be two
-// operations ahead of a rank that still reads a slot. Larger messages use the segment's area in
-// chunks, and each chunk is between two barriers. For each rank on another host, this process has a
-// private segment, into which it reads that rank's data. So neither the code that uses a segment
-// nor the results of sums depend on the host of a rank.
+// messages use two slots in turn. One barrier per message is enough: a rank overwrites a slot only
+// after the barrier of the next message, and every rank reads the slot before it arrives at that
+// barrier. Larger messages use the segment's area in chunks, and each chunk is between two
+// barriers. For each rank on another host, this process has a private segment, into which it reads
+// that rank's data. So the code uses the segments of all ranks in the same way, and the results of
+// sums do not depend on the hosts of ranks.
 #pragma once
 
 #include "emulator.h"
@@ -98,7 +99,7 @@ public:
   // Begins the next life. If this is not possible, throws an error with the reason.
   void resume();
   bool is_suspended() const { return is_suspended_; }
-  // Throws if a task may not run: the communicator is suspended, or was destroyed.
+  // Throws if the communicator is suspended or was destroyed, because then no task may run.
   void check_usable() const;
   std::atomic<bool> is_destroyed{false};
   // Counts the users of the communicator: running calls of the host, queued or running tasks, and
@@ -113,7 +114,7 @@ public:
 
   uint32_t ranks_here() const { return static_cast<uint32_t>(here_.size()); }
 
-  // A lock, because collectives of one communicator run one after the other.
+  // Operations lock this mutex, so that operations of one communicator run one after the other.
   std::mutex &order() { return order_; }
 
   const int device;

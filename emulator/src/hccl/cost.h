@@ -10,9 +10,10 @@ namespace emu::hccl {
 // only once.
 enum class Pattern { AllGather, ReduceScatter, AllReduce, Broadcast, AllToAll, Pair };
 
-// Returns how many nanoseconds the operation takes after the last rank has arrived. `bytes` is the
-// size of one rank's input for AllGather, of one rank's result for ReduceScatter, of all data for
-// AllReduce and Broadcast, and of the data for one rank for AllToAll and Pair.
+// Returns how many nanoseconds the operation takes after the last rank has arrived. `bytes` depends
+// on the pattern. AllGather: the size of one rank's input. ReduceScatter: the size of one rank's
+// result. AllReduce and Broadcast: the size of all data. AllToAll and Pair: the size of the data
+// for one rank.
 int64_t operation_ns(Pattern pattern, size_t bytes, uint32_t ranks, uint32_t ranks_of_node);
 int64_t operation_ns(Pattern pattern, size_t bytes, const Communicator &c);
 

@@ -28,9 +28,9 @@ public:
 
   bool empty() const { return peers_.empty(); }
 
-  // A collective has two halves: `offer` and `collect`. Between them, the ranks of this host meet
-  // at a barrier. The offered data must stay valid until the end of `collect`. If a peer runs
-  // another call, this rank still receives the description of that call.
+  // A collective has two halves: `offer` and `collect`. Between these two calls, the ranks of this
+  // host meet at a barrier. The offered data must stay valid until the end of `collect`. If a peer
+  // runs another call, this rank still receives the description of that call.
   void offer(const Call &call, const char *data, size_t bytes);
   size_t collect(const PlaceOf &place);  // returns the number of received bytes
 

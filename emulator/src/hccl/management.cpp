@@ -39,7 +39,7 @@ static void for_all_of(int device, const std::function<void(Communicator &)> &wh
     what(*comm);
 }
 
-// When the tasks of a device are aborted, its communicators are suspended, too.
+// When the tasks of a device are aborted, the device's communicators are suspended.
 static int32_t follow_abort(int32_t device, aclrtDeviceTaskAbortStage stage, uint32_t, void *) {
   if (stage == ACL_RT_DEVICE_TASK_ABORT_PRE)
     for_all_of(device, [](Communicator &comm) { comm.suspend(); });
@@ -131,9 +131,9 @@ EMU_API HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t ranks, uin
   }
   return emu::hccl::open(root, ranks, rank, config, out);
 }
-// HCCL checks only whether a call of the host still uses the communicator, and frees a communicator
-// that tasks and graphs still use. In the emulator, the object exists as long as a task or a graph
-// refers to it. But these tasks and graphs fail, and tasks that wait for peers end at once.
+// HCCL only checks that no call of the host uses the communicator. It frees the communicator even
+// if tasks or graphs use it. In the emulator, the object exists as long as a task or a graph refers
+// to it. But these tasks and graphs fail, and tasks that wait for peers end at once.
 EMU_API HcclResult HcclCommDestroy(HcclComm comm) {
   const std::shared_ptr<Communicator> c = communicator(comm);
   if (c->calls) {

@@ -29,9 +29,9 @@ struct Transfers {
   std::vector<Transfer> sends, receives;
 };
 void exchange(Communicator &c, const Transfers &mine);
-// Returns the modelled time of an exchange. It depends on the number of bytes that this rank sends
-// or receives, whichever is larger. These bytes are assumed to be spread evenly over all other
-// ranks.
+// Returns the modelled time of an exchange. The time depends on the number of bytes that this rank
+// sends, or on the number that it receives, whichever is larger. These bytes are assumed to be
+// spread evenly over all other ranks.
 int64_t exchange_ns(const Communicator &c, const Transfers &mine);
 size_t bytes_from_others(const Communicator &c, const Transfers &mine);
 

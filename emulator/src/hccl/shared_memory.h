@@ -17,9 +17,9 @@ std::string new_name();
 void remove_stale_segments();
 
 // Returns a name that is the same for all ranks of a communicator on this host. The first of these
-// ranks makes the name, and stores it in shared memory whose name all ranks know. So two ranks get
-// the same name if they share memory and a PID namespace: then each rank can find out whether the
-// process of the other rank is alive.
+// ranks makes the name, and stores it in shared memory whose name all ranks know. Two ranks get the
+// same name if they share memory and a PID namespace. Then each of the two ranks can find out
+// whether the other rank's process is alive.
 std::string name_on_this_host(const std::string &communicator);
 void forget_name_on_this_host(const std::string &communicator);
 

@@ -38,11 +38,12 @@ private:
 };
 
 // Listens at this host's address for HCCL. If HCCL_IF_IP is set, its value is the address.
-// Otherwise it is the address of the first network interface, by name, that HCCL_SOCKET_IFNAME
-// allows; without this variable, all interfaces are allowed. Docker's interfaces come after all
-// others, and the loopback interface comes last. The port is one of HCCL_HOST_SOCKET_PORT_RANGE if
-// this variable is set; otherwise one of the 16 ports from HCCL_IF_BASE_PORT on; otherwise any free
-// port. Throws if a variable has an invalid value.
+// Otherwise the allowed network interfaces are sorted by name, and the address of the first
+// interface is used. HCCL_SOCKET_IFNAME allows interfaces; without this variable, all interfaces
+// are allowed. Docker's interfaces come after all others, and the loopback interface comes last.
+// The port is one of HCCL_HOST_SOCKET_PORT_RANGE if this variable is set; otherwise one of the 16
+// ports from HCCL_IF_BASE_PORT on; otherwise any free port. Throws if a variable has an invalid
+// value.
 Socket listen_for_peers(Address *bound);
 
 // While one of these functions waits, it calls `patience` at least every kCheckMs. `peer` is the

@@ -112,8 +112,8 @@ private:
   const Attention &a;
   const Sequence &s;
   int64_t kv_head, group;
-  // What the values after the last key add to the result. Their weight is zero, but zero times NaN
-  // or infinity is NaN. Null if all these values are finite.
+  // The vector that the values after the last key add to the result. The weight of these values is
+  // zero, but zero times NaN or infinity is NaN. Null if all these values are finite.
   const float *tail = nullptr;
 
   int64_t page_of(int64_t token) const {
@@ -271,8 +271,8 @@ private:
       write(row, kv_head * group + g, sums + g * m, divisors[g], greatest[g]);
   }
 
-  // Replaces scores by weights. The weights are relative to the greatest score of all tiles so far,
-  // so the sum of the previous tiles is rescaled.
+  // Replaces scores by weights. The weights are relative to the greatest score of all tiles so far.
+  // When a tile contains a greater score, the sum of the previous tiles is rescaled.
   void weigh(float *scores, const uint8_t *mask, int64_t count, float &greatest, float &divisor,
              float *sums) const {
     if (mask)

@@ -45,8 +45,8 @@ template <class T> struct Plane {
 };
 
 // Elements that are neighbours in the source are often far apart in the destination. So the copy
-// works in tiles. Each tile passes through a small local buffer, because memory lines at distances
-// of a power of two evict each other from the cache.
+// works in tiles. Each tile is copied through a small local buffer. Without the buffer, memory
+// lines at distances of a power of two would evict each other from the cache.
 template <class T> static void copy_tiles(const Plane<T> &p) {
   constexpr int64_t kRows = 256, kColumns = 32;  // long, because lines are read one after another
   T tile[kColumns][kRows];

@@ -5,8 +5,8 @@
 
 namespace emu::kernels {
 
-// Moves the elements of x with an even index before the other elements, and then rotates the first
-// half with the second half.
+// Moves the elements of x with an even index to the first half, and the other elements to the
+// second half. Then rotates pairs: one element from each half.
 struct PairRotary {
   Data x, cos, sin, out;
   int64_t dim;

@@ -22,11 +22,11 @@ struct Gating {
 };
 void gating(const Gating &g);
 
-// Each token chooses experts. `route` returns the row that each choice gets when rows are sorted by
-// expert, or -1 if this rank does not have the expert or the expert's capacity is full. Choices of
-// the same expert keep their order. `tokens` gets the number of choices of each expert in [first,
-// end), before the capacity limits it. With capacity 0, there is no limit, and the rows of the
-// experts follow each other without gaps.
+// Each token chooses experts. For each choice, `route` returns the index of its row after the rows
+// are sorted by expert. The index is -1 if this rank does not have the expert, or if the expert's
+// capacity is full. Choices of the same expert keep their order. `tokens` gets the number of
+// choices of each expert in [first, end), before the capacity limits it. With capacity 0, there is
+// no limit, and the rows of the experts follow each other without gaps.
 struct Routing {
   const int32_t *experts;
   int64_t count, first, end, capacity;

@@ -45,7 +45,8 @@ struct SparseAttention {
   const int32_t *chosen;    // [rows, wanted], as choose_keys writes them; indices of blocks
   Data out;                 // [rows, heads, dim]
   // [rows, heads]: the greatest score, and the sum of exp(score - greatest score); null if the
-  // caller does not need them. No source defines them for rows without keys, so they are NaN there.
+  // caller does not need them. For rows without keys, no source defines these values, so the kernel
+  // writes NaN.
   float *greatest, *sums;
   int64_t heads, dim, rope_dim, wanted;
   float scale;
@@ -53,9 +54,9 @@ struct SparseAttention {
 };
 // Each row attends to those keys of its chosen blocks that it sees. The latents are both keys and
 // values. Throws if a row names a block twice, names a block after a -1, or sees no key of a block
-// that it names. Also throws if a row sees only a part of a block that is not the last block it
-// names. The device reads only as many keys as the row sees, so here it would leave out keys of the
-// last block.
+// that it names. Also throws if a row sees only a part of a block, and names further blocks after
+// this block. In this case, the device would leave out keys of the last block, because it reads
+// only as many keys as the row sees.
 void attend_to_chosen(const SparseAttention &a);
 
 }  // namespace emu::kernels

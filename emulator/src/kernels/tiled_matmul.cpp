@@ -45,8 +45,8 @@ constexpr Tile kTiles[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>,  tile<5>
                            tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
 
 // Returns the first row of block `i`. The `m` rows are spread evenly over the blocks, so that the
-// last block does not have a single row. Such a block would be slow, because each addition to a sum
-// waits for the previous addition to the same sum.
+// last block does not have a single row. A block with a single row would be slow: each addition to
+// a sum waits for the previous addition to the same sum.
 int64_t block_start(int64_t i, int64_t blocks, int64_t m) { return i * m / blocks; }
 
 // [rows, k] -> blocks of [k, rows of the block].
