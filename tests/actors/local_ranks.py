@@ -38,7 +38,7 @@ class LocalRanks:
     ) -> list[GraphAnswer]:
         command = GraphCommand(0, 0, action, graph, plan)
         answers = [worker.carry_out(command) for worker in self.workers]
-        # All ranks share one device, so its free streams are counted after the last rank's command.
+        # All ranks share one device. Its free streams are counted after the last rank's command.
         left = answers[-1].free_streams
         return [msgspec.structs.replace(answer, free_streams=left) for answer in answers]
 

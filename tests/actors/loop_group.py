@@ -67,7 +67,7 @@ class Group:
         fail_at: number of the step in which rank 0 reports an error.
         dp, tp: number of data-parallel ranks, and number of tensor-parallel ranks per data-parallel
             rank. If there are several ranks, they share the experts.
-        num_drafts: number of draft tokens of each request per step; one of them is accepted.
+        num_drafts: number of draft tokens of each request per step; one draft token is accepted.
         lose_at: number of the step in which the last rank has more tokens than the experts'
             capacity. The results of this step are discarded.
         stall_at, stall_s: number of the step that stalls, and the duration of its stall.

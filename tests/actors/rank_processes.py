@@ -45,8 +45,8 @@ class RankStep:
 
     Attributes:
         num_collectives: number of collectives that ran on the rank's device.
-        counted: three counts since the end of the previous step: how often the host waited for the
-            device, launches of operators on the AI CPU, and launches with unaligned views.
+        counted: three counts since the end of the previous step: waits of the host for the device,
+            launches of operators on the AI CPU, and launches with unaligned views.
         slow: names of the operators that ran on the AI CPU or with unaligned views.
     """
 
@@ -113,8 +113,8 @@ class RankProcesses(WorkerGroup):
         return done
 
     def launch(self, plan: StepPlan) -> list[StepResult]:
-        """Let all ranks queue a step behind the previous one; return the previous step's results if
-        it has ended.
+        """Let all ranks queue a step behind the previous step; return the results of the previous
+        step if they exist.
         """
         return self._results("launch", self._parts(plan))
 

@@ -7,7 +7,7 @@
 
 namespace emu {
 
-// The properties of a call on which a rule may depend.
+// The properties of a call that a rule may check.
 struct Operands {
   std::vector<at::Tensor> tensors;  // in the order of the call, results last
   std::vector<int64_t> numbers;

@@ -111,7 +111,7 @@ void bind_mask(const FiaArguments &f, Attention &a) {
 }
 
 // The emulator does not read the elements of the compressed mask. The caller must guarantee that
-// the mask is a triangle.
+// the mask is 1 above the diagonal and 0 elsewhere.
 void require_triangle(const Tensor &mask) {
   auto *m = static_cast<const uint8_t *>(mask.data_ptr());
   int64_t row = mask.stride(-2), last = mask.size(-1) - 1;
@@ -158,13 +158,14 @@ TimedTask bind(FiaArguments f) {
   bind_sequences(f, a, q, o);
   if (f.wants_lse) {
     a.lse = f.lse.data_ptr<float>();
-    // The log-sum-exp of a row that sees no key: the device's kernels for prompts, for split fuse
-    // and for latents write 3e+99, which is +infinity in float32; the kernel for single rows writes
-    // -3.40E+38. With all kernels, the results of such rows are zero.
+    // Some rows see no key. As the log-sum-exp of such a row, the device's kernels for prompts, for
+    // split fuse and for latents write 3e+99. This is +infinity in float32. The kernel for single
+    // rows writes -3.40E+38. With all kernels, the results of such rows are zero.
     a.lse_without_keys = f.incremental() ? -3.40E+38f : INFINITY;
     // softmax_lse is [T, N, 1] with the layout TND, and [B, N, S, 1] with other layouts. The
     // device's kernels compute the place of a row in softmax_lse from the place of its token in
-    // `out`. This is right only if `out` has the same order, or if each sequence has one row.
+    // `out`. This place is right only if `out` has the same order as softmax_lse, or if each
+    // sequence has one row.
     bool bns = !f.tnd(), in_order = f.layout == FiaLayout::BNSD && f.out_layout == FiaOut::AsQuery;
     bool by_row = bns && (in_order || f.query_rows() > 1);
     a.lse_token_stride = by_row ? 1 : f.heads;

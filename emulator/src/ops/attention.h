@@ -38,9 +38,9 @@ struct FiaArguments {
   // Whether the call is absorbed multi-head latent attention: all query heads share one key head,
   // which has 512 elements without rope and 64 with rope.
   bool latent() const { return query_rope && head_dim() == 512; }
-  // Whether CANN runs the call with the kernel for one query row per sequence, or with the kernel
-  // of CANN 9 that replaces this kernel and behaves in the same way
-  // (fused_infer_attention_score_tiling_info_parser.cpp, GetLegacyIfaFlag).
+  // Whether CANN runs the call with the kernel for one query row per sequence
+  // (fused_infer_attention_score_tiling_info_parser.cpp, GetLegacyIfaFlag). CANN 9 replaces this
+  // kernel by a new kernel with the same behaviour; the new kernel also counts.
   bool incremental() const;
   // Whether CANN 9 would use its split-fuse tiling for the call. This tiling is for grouped queries
   // in the layout TND.

@@ -212,8 +212,8 @@ void FiaArguments::check_pages() const {
            " must be a multiple of 16 and at most 512");
   must(table.size(0) >= batch(), "block_table has ", table.size(0), " rows for ", batch(),
        " sequences");
-  // The operator's tiling compares the numbers of rows and of sequences. A sequence that is padding
-  // has no query rows.
+  // The operator's tiling requires that the block table has exactly one row per sequence. A
+  // sequence that is padding has no query rows.
   if (tnd())
     should(table.size(0) == batch(), "block_table has ", table.size(0), " rows for ", batch(),
            " sequences: with TND actual_seq_lengths needs an entry for each row");
@@ -284,8 +284,8 @@ bool FiaArguments::split_fuse() const {
 }
 
 // vllm-ascend pads each step with sequences that have one row and no keys, and ignores the results
-// of these rows. It is not known what a device returns for them; the probe asks this
-// (rules.attention.padded_row).
+// of these rows. It is not known what a device returns for these rows. The probe tests this on a
+// device (rules.attention.padded_row).
 static void warn_of_rows_without_keys() {
   static std::once_flag once;
   std::call_once(once, [] {

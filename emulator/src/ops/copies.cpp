@@ -55,8 +55,8 @@ static void clear(char *p, size_t bytes) {
   auto gives_back = [&](int advice) {
     return madvise(reinterpret_cast<void *>(first), last - first, advice) == 0;
   };
-  // MADV_REMOVE fails for memory that belongs to no file, so MADV_DONTNEED is tried, too. Memory of
-  // a file would keep its contents with MADV_DONTNEED.
+  // MADV_REMOVE fails for memory that belongs to no file, so MADV_DONTNEED is tried, too.
+  // MADV_DONTNEED does not clear memory that belongs to a file.
   if (bytes < 8 * page || !(gives_back(MADV_REMOVE) || gives_back(MADV_DONTNEED))) {
     memset(p, 0, bytes);
     return;

@@ -98,9 +98,9 @@ struct BoundRule {
   }
 };
 
-// New memory is filled with bytes 0xFF, and reading a state of such bytes is refused. A caller can
-// fill a slot with such bytes when it gives the slot to a request. Then the emulator notices a
-// request that reads the state of an earlier request.
+// New memory is filled with bytes 0xFF, and reading a state of such bytes is refused. When a caller
+// gives a slot to a request, the caller can fill the slot with such bytes. The emulator then
+// refuses a request that would read the state of an earlier request.
 void require_written(const char *what, const Tensor &states, int64_t slot, int64_t request) {
   if (!settings().strict)
     return;
@@ -194,8 +194,8 @@ OP(aclnnRecurrentGatedDeltaRule,
 
 // Rules: document npu_chunk_gated_delta_rule. Its limit of 8 tokens per request contradicts its own
 // example, so this limit is not checked. The document of aclnnChunkGatedDeltaRule also requires g
-// >= -1. This is not checked either, because other projects pass other values. The document also
-// allows smaller heads, which the emulator refuses.
+// >= -1. This limit of g is not checked, because other projects pass other values. The document
+// also allows smaller heads, which the emulator refuses.
 OP(aclnnChunkGatedDeltaRule,
    [](Tensor query, Tensor key, Tensor value, Tensor beta, Tensor initial, Tensor lengths,
       OptTensor g, float scale, Tensor out, Tensor final) -> TimedTask {
@@ -226,8 +226,8 @@ OP(aclnnChunkGatedDeltaRule,
                                           slots.data()});
        }
      });
-     // The modelled time: for each token and head, there are products with the state, and with the
-     // tokens of a chunk.
+     // The modelled time counts two kinds of products for each token and head: products with the
+     // state, and products with the tokens of a chunk.
      constexpr double kChunk = 64;
      double key_dim = query.size(2), value_dim = value.size(2), rows = tokens * value.size(1);
      double operations = 2 * rows * (3 * key_dim * value_dim + 2 * kChunk * (key_dim + value_dim));

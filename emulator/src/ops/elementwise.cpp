@@ -42,7 +42,7 @@ static std::pair<const char *, const char *> span_of(const Tensor &t) {
 }
 
 // Whether a function can compute directly into `out`: all types are equal, the result has the shape
-// of `out`, and no input shares only a part of its memory with `out`.
+// of `out`, and each input shares either all or none of its memory with `out`.
 static bool receives(const Tensor &out, std::initializer_list<Tensor> inputs) {
   std::vector<int64_t> shape;
   auto [begin, end] = span_of(out);
@@ -138,8 +138,8 @@ static bool receives(const Tensor &out, std::initializer_list<Tensor> inputs) {
       a.copy_(at::F(a, b, k));                                                                     \
   })
 
-// The quotient of two integers is a float. CANN casts it to the type of `out`, which at::div_out
-// refuses.
+// The quotient of two integers is a float. CANN casts the quotient to the type of `out`, but
+// at::div_out refuses this cast.
 static void write_quotient(const Tensor &a, const Tensor &b, const Tensor &out) {
   if (out.is_floating_point())
     WRITE(div, out, TENSORS(a, b), a, b);

@@ -130,8 +130,8 @@ OP(aclnnSwiGlu, [](Tensor x, int64_t dim, Tensor out) -> Task {
 })
 
 // Document npu_clipped_swiglu: the size of the split dimension is even. x is contiguous, and its
-// type is float32, float16 or bfloat16. The argument group_index, with which rows are left out, is
-// not emulated.
+// type is float32, float16 or bfloat16. The emulator does not support the argument group_index,
+// with which callers leave out rows.
 OP(aclnnClippedSwiglu,
    [](Tensor x, OptTensor group_index, int64_t dim, double alpha, double limit, double bias,
       bool interleaved, Tensor out) -> Task {

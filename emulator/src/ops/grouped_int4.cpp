@@ -42,8 +42,8 @@ Task bind_float_rows(const GroupedCall &call, const Tensor &x, const Tensor &wei
 
 // Rules: the same document, about int8 for x and symmetric INT4 for weight; and
 // GMMTiling::A8W4Tiling. The group list always contains numbers of rows, even if groupListType says
-// otherwise. The cube unit multiplies x - 8 instead of x. The sum over k of 8 * weight * scale
-// corrects this: callers pass it as bias.
+// otherwise. The cube unit multiplies x - 8 instead of x. Callers pass the correction as bias: the
+// sum over k of 8 * weight * scale.
 Task bind_int8_rows(const GroupedCall &call, const Tensor &x, const Tensor &weight,
                     const Tensor &y) {
   refuse_all({{"antiquant_scale", &call.antiquant_scale},

@@ -31,7 +31,7 @@ void require_rows(const Tensor &x);
 
 inline bool is_given(const Tensors &list) { return !list.empty() && list[0].numel() > 0; }
 
-// Refuses the call if one of these lists, which must be null, is given.
+// Refuses the call unless all of these lists are null.
 void refuse_all(std::initializer_list<std::pair<const char *, const Tensors *>> lists);
 
 // Returns the modelled time. The sizes of the groups are in device memory, so this function does

@@ -11,7 +11,8 @@ namespace {
 
 // Checks a stack of int8 matrices, [groups, in, out]. The operators set the format of the weight to
 // FRACTAL_NZ, whatever the caller says. So the format does not show whether a weight is in ND. The
-// storage sizes do: for a weight in ND, torch_npu passes a single number. Such a weight is refused.
+// storage sizes show the format: for a weight in ND, torch_npu passes a single number. Such a
+// weight is refused.
 void check_weight(const aclTensor &weight, int64_t in, int64_t out) {
   const Tensor &t = weight.t;
   refuse_unless(weight.storage_shape.size() == 5,

@@ -61,9 +61,10 @@ OP(aclnnGather, [](Tensor a, int64_t dim, Tensor index, Tensor out) {
 })
 OP(aclnnTake, [](Tensor a, Tensor index, Tensor out) { out.copy_(at::take(a, as_long(index))); })
 
-// An undefined entry of the list means that all of a dimension is selected. torch_npu's placeholder
-// means the same: an empty vector, without data, of the type of `a`. Only its type distinguishes
-// the placeholder from an empty index. A boolean entry means the positions of its true elements.
+// An undefined entry of the list means that all of a dimension is selected. torch_npu also passes a
+// placeholder with the same meaning. The placeholder is an empty vector, without data, of the type
+// of `a`. Only its type distinguishes the placeholder from an empty index. A boolean entry means
+// the positions of its true elements.
 static c10::List<OptTensor> index_list(const Tensor &a, const Tensors &indices) {
   c10::List<OptTensor> list;
   int64_t dim = 0;
@@ -95,8 +96,8 @@ OP(aclnnIndexPutImpl, [](Tensor a, Tensors indices, Tensor values, bool accumula
   if (values.numel() == 0 || a.numel() == 0 || idles(a))
     return;
   auto list = index_list(a, indices);
-  // No caller selects all of each dimension. So if all entries look like placeholders, they are
-  // empty indices of the tensor's type.
+  // No caller selects all of each dimension. So if all entries have the form of placeholders, the
+  // entries are empty indices of the tensor's type.
   if (std::none_of(list.begin(), list.end(), [](const OptTensor &i) { return i.has_value(); }))
     return;
   a.index_put_(list, values.to(a.scalar_type()), accumulate);
@@ -179,8 +180,8 @@ OP(aclnnSearchSorted,
      out.copy_(at::searchsorted(sorted, a, int32, right, std::nullopt, sorter));
    })
 
-// The shape of the result depends on the data. It is written to the aclTensor, from which the
-// caller reads it by aclGetViewShape.
+// The shape of the result depends on the data. This function writes the shape to the aclTensor. The
+// caller reads the shape by aclGetViewShape.
 static void write_with_shape(aclTensor *out, const Tensor &result) {
   out->t = at::from_blob(out->t.data_ptr(), result.sizes(), out->t.options());
   out->t.copy_(result);

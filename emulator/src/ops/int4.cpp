@@ -93,8 +93,8 @@ OP(aclnnWeightQuantBatchMatmulV2,
 
 // Rules: document aclnnQuantMatmulV5, about int8 for x1 and int32 for x2, and its source
 // (CheckDtypeA8W4Int, CheckScaleDimRangeA8W4, CheckA8W4KDim). out = (x1 @ (x2 * x2Scale)) *
-// x1Scale. The cube unit multiplies x1 - 8 instead of x1. The sum of 8 * x2 * x2Scale over the rows
-// of x2 corrects this: callers pass it as the argument sums.
+// x1Scale. The cube unit multiplies x1 - 8 instead of x1. Callers pass the correction as the
+// argument sums: the sum of 8 * x2 * x2Scale over the rows of x2.
 TimedTask emu::bind_int4_weight(const Tensor &a, const Tensor &b, const OptTensor &row_scale,
                                 const OptTensor &scale, const OptTensor &sums,
                                 const OptTensor &bias, int64_t group, const Tensor &out) {

@@ -66,9 +66,9 @@ OP(aclnnIsClose, [](Tensor a, Tensor b, double rtol, double atol, bool equal_nan
 OP(aclnnIsInTensorScalar,
    [](Tensor a, Scalar b, bool, bool invert, Tensor out) { out.copy_(invert ? a.ne(b) : a.eq(b)); })
 
-// ---- selection
-// ATen branches on each element of a mask, which is slow if the mask is random. The kernels have no
-// branches. They need contiguous tensors of equal sizes, whose elements have four bytes.
+// ---- selection ATen branches on each element of a mask, which is slow if the mask is random. The
+// kernels have no branches. The kernels need contiguous tensors of equal sizes, whose elements have
+// four bytes.
 static bool are_words(const Tensor &mask, std::initializer_list<Tensor> tensors) {
   bool result = mask.scalar_type() == at::kBool && mask.is_contiguous();
   for (const Tensor &each : tensors)

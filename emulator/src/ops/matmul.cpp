@@ -1,5 +1,5 @@
-// Matrix products. The emulator's loops or sgemm compute float32. float16 and bfloat16 are computed
-// in float32, too.
+// Matrix products. The emulator's loops or sgemm compute products of float32. Products of float16
+// and bfloat16 are also computed in float32.
 #include "ops/matmul.h"
 
 using namespace emu;
@@ -59,7 +59,7 @@ Task emu::multiply_task(const Tensor &a, const Tensor &b, const Tensor &out) {
   });
 }
 
-// The leading dimensions of `a` are combined to one dimension of rows, if this needs no copy.
+// If no copy is necessary, the leading dimensions of `a` are combined to one dimension of rows.
 static Task general_product(const Tensor &a, const Tensor &b, const Tensor &out) {
   if (a.dim() == 2 && b.dim() == 2)
     return multiply_task(a, b, out);

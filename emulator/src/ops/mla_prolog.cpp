@@ -77,9 +77,10 @@ Tensor rotated(const Tensor &x, const Tensor &cos, const Tensor &sin) {
 // (mla_prolog_tiling_check.cpp and the kernel), which allow less than later documents: hidden
 // states have 6144, 7168 or 7680 elements, and blocks have 16 or 128 tokens. The emulator supports
 // rows and weights in bfloat16 or in int8, a cache in bfloat16, and cache_mode PA_BSND. The
-// document requires indices inside the cache, but its kernel skips negative indices. With int8, the
-// kernel keeps the results of the first products in float32 until their norms are computed, and
-// quantises the norm of the queries without rounding it to bfloat16.
+// document requires indices inside the cache, but the operator's kernel skips negative indices.
+// With int8, the kernel keeps the results of the first products in float32 until the norms are
+// computed. The kernel quantises the norm of the queries without first rounding the norm to
+// bfloat16.
 OP(aclnnMlaPrologV3WeightNz,
    [](Tensor x, aclTensor *weight_dq, aclTensor *weight_uq_qr, Tensor uk, aclTensor *weight_dkv_kr,
       Tensor gamma_q, Tensor gamma_kv, Tensor sin, Tensor cos, Tensor latents, Tensor rope_keys,
@@ -190,8 +191,8 @@ OP(aclnnMlaPrologV3WeightNz,
          phase(heads_n * double(plain + rope), double(rank)) +
          product_phase_ns({heads_n, n, double(width), double(plain), at::kBFloat16,
                            double(uk.numel()) * 2});
-     // The vector cores read the sums of the first three products, and write their norms and
-     // rotated keys.
+     // The vector cores read the sums of the first three products, and write norms and rotated
+     // keys.
      double sums = n * (first + heads_n * double(plain + rope)) * (is_int8 ? 4 : 2);
      return {task, products + vector_phase_ns(sums * 2)};
    })

@@ -11,9 +11,9 @@
 using namespace emu;
 
 // Rules: op-plugin document npu_moe_gating_top_k. x is float16, bfloat16 or float32, and may be
-// strided. There are at most 2048 experts, and this limit also holds if the size of each group is
-// rounded up to a multiple of 32. A group has more than two experts. k is at most the number of
-// experts in the kept groups. renorm must be 0.
+// strided. There are at most 2048 experts. If there are several groups, each group's size is
+// rounded up to a multiple of 32; the sum of the rounded sizes is also at most 2048. A group has
+// more than two experts. k is at most the number of experts in the kept groups. renorm must be 0.
 OP(aclnnMoeGatingTopK,
    [](Tensor x, OptTensor bias, int64_t k, int64_t kept_groups, int64_t groups, int64_t group_mode,
       int64_t renorm, int64_t norm, bool wants_scores, double scale, double epsilon,
@@ -127,9 +127,9 @@ static std::pair<Tensor, Tensor> quantised_rows(const Tensor &x) {
 
 // Rules: op-plugin document npu_moe_init_routing_v2 (A2, A3). x and the ids may be strided
 // (aclnn_moe_init_routing_v3.cpp copies them). Dynamic quantisation is emulated only without the
-// argument scale. Outputs that the document calls invalid or meaningless are not written: these are
-// the rows after the choices of active experts, and the counts if their flag is not set. In strict
-// mode, the device stops if an id is not in [0, expert_num).
+// argument scale. Outputs that the document calls invalid or meaningless are not written. These
+// outputs are the rows after the last row for an active expert, and the counts if wants_tokens is
+// false. In strict mode, the device stops if an id is not in [0, expert_num).
 OP(aclnnMoeInitRoutingV3,
    [](Tensor x, Tensor experts, OptTensor scale, OptTensor offset, int64_t active_num,
       int64_t capacity, int64_t expert_num, int64_t drop_pad, int64_t tokens_kind,

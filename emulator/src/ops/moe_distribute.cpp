@@ -62,7 +62,8 @@ void check_tiling(const Window &w) {
 }
 
 // The kernel of A3 compares the real size of the buffer with the size that the tiling assumed
-// (check_winsize.h). The kernel of A2 does not, and would read and write beyond the buffer.
+// (check_winsize.h). The kernel of A2 makes no such comparison, and would read and write beyond the
+// buffer.
 void check_kernel(const Window &w) {
   TORCH_CHECK(!is_a3() || w.real >= w.assumed, "AICORE exception: the communicator's buffer has ",
               w.real / MIB, " MB, and HCCL_BUFFSIZE says ", w.assumed / MIB);
@@ -152,9 +153,9 @@ bool is_active(const OptTensor &mask, int64_t row, int64_t choice) {
   return mask->dim() == 1 ? *p : p[choice * mask->stride(1)];
 }
 
-// Ids must be in range, and the ids of a row must differ. This is also true for masked rows, which
-// must come last. According to the documents of both operators, the caller is responsible for these
-// conditions.
+// Ids must be in range, and the ids of a row must differ. Both rules also apply to masked rows.
+// Masked rows must come last. According to the documents of both operators, the caller is
+// responsible for these conditions.
 void require_ids(const int32_t *ids, int64_t rows, int64_t k, int64_t experts,
                  const OptTensor &mask) {
   for (int64_t row = 0; row < rows; row++) {

@@ -82,7 +82,7 @@ static Scalar read_scalar(const void *p, aclDataType dtype) {
 
 AtenScope::AtenScope() {
   // In ATen, each thread has its own setting for the number of intra-op threads. If a worker did
-  // not set it, OpenMP's threads would spin.
+  // not set this number, OpenMP's threads would spin.
   static thread_local const bool once = [] {
     at::set_num_threads(settings().threads);
     return true;

@@ -7,10 +7,10 @@
 // All three export two functions: aclnnXGetWorkspaceSize(arguments..., uint64_t *, aclOpExecutor
 // **), whose signature is derived from the lambda, and aclnnX(workspace, size, executor, stream).
 // The first function is the first phase: it converts the arguments. If the lambda returns a Task,
-// the lambda runs in this phase: it checks its arguments, as the real operator does in its first
-// phase, and binds pointers. The second function, the second phase, launches the task. With
-// modelled time, the task takes the time that the TimedTask contains, or a time estimated from the
-// tensors (work.h).
+// the lambda runs in this phase. The lambda then checks its arguments, as the real operator does in
+// its first phase, and binds pointers. The second function, the second phase, launches the task.
+// With modelled time, the task takes the time that the TimedTask contains, or a time estimated from
+// the tensors (work.h).
 #pragma once
 
 #include "aten.h"
@@ -140,15 +140,15 @@ inline bool skipping() { return !settings().compute; }
 inline bool skips(const Tensor &out) { return skipping() && out.is_floating_point(); }
 inline Task arithmetic(Task task) { return skipping() ? Task([] {}) : task; }
 
-// Whether an operator that only moves elements may do nothing. With modelled time, floats and int8
-// values (quantised floats) are not computed, so they need not be moved. Other integers are always
-// moved.
+// Whether an operator that only moves elements may skip the move. With modelled time, floats and
+// int8 values (quantised floats) are not computed, so they need not be moved. Other integers are
+// always moved.
 inline bool idles(const Tensor &out) {
   return settings().timed && (out.is_floating_point() || out.scalar_type() == at::kChar);
 }
 
-// With modelled time, no floats are computed. int16 values are bits of masks, which only have an
-// effect on floats.
+// With modelled time, no floats are computed. int16 values are bits of masks, and masks only affect
+// floats.
 inline bool are_mask_bits(const Tensor &t) {
   return settings().timed && t.scalar_type() == at::kShort;
 }
@@ -179,8 +179,8 @@ template <class... A> void refuse_wide_unsigned(const std::tuple<A...> &argument
 
 // ---- counts of a launch
 
-// Kernels load whole blocks of 32 bytes. So it costs more if a tensor begins in the middle of a
-// block.
+// Kernels load whole blocks of 32 bytes. So a kernel needs more time for a tensor that begins in
+// the middle of a block.
 inline bool is_unaligned(const Tensor &t) {
   return t.defined() && t.numel() > 0 && reinterpret_cast<uintptr_t>(t.data_ptr()) % 32 != 0;
 }
@@ -251,8 +251,8 @@ int64_t ns_of(const char *name, const LaunchTraits &traits, const std::tuple<A..
   return memory_ns(name, traits.ai_cpu != nullptr, tensors);
 }
 
-// The compiler generates this code only once for each signature, and each operator only adds one
-// call. This saves compile time.
+// The compiler generates this code once for each signature. Each operator adds only one call. This
+// saves compile time.
 template <class Function> struct WorkspacePhase;
 template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
   using Body = Result (*)(A...);

@@ -94,8 +94,8 @@ OP(aclnnAddRmsNormDynamicQuantV2,
 // Rules: op-plugin document npu_dequant_swiglu_quant. For A2 and A3 also document
 // aclnnDequantSwigluQuantV2: x has two dimensions, its type is int32 or bfloat16, and the width of
 // its rows is a multiple of 64. The second document also requires group_index on A2 and A3. The
-// emulator does not, because op-plugin's document, the document of aclnnDequantSwigluQuant, the
-// tiling and the kernel do not require it.
+// emulator does not require group_index, because op-plugin's document, the document of
+// aclnnDequantSwigluQuant, the tiling and the kernel do not require it.
 static Task swiglu_quant(const Tensor &x, std::initializer_list<const OptTensor *> others,
                          bool activate_left, const std::string &mode, const Tensor &out,
                          const Tensor &scale) {

@@ -78,7 +78,8 @@ static void choose_by_chance(const Tensor &out, int64_t choices) {
   out.copy_(chosen);
 }
 
-// If nothing is computed, the result is index 0, or a random index below the setting `choices`.
+// If nothing is computed, the result is a random index below the setting `choices`, or index 0 if
+// `choices` is not above 1.
 static Task choose(const Tensor &a, int64_t dim, const Tensor &out) {
   int64_t choices = std::min<int64_t>(settings().choices, a.dim() ? a.size(dim) : 1);
   return [out, choices] {
@@ -171,7 +172,7 @@ OP(aclnnLinalgVectorNorm,
        out.copy_(at::linalg_vector_norm(a, p, dims, keep, scalar_type(dtype)));
    })
 
-// This is computed in float32, because the output may have a wider type than the input (softmax
+// Softmax is computed in float32, because the output may have a wider type than the input (softmax
 // with a dtype).
 OP(aclnnSoftmax, [](Tensor a, int64_t dim, Tensor out) {
   if (!skips(out))

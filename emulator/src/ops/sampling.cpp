@@ -1,5 +1,5 @@
-// Sorting and random numbers. The random numbers are those of ATen's Mersenne twister, with the
-// seed that torch_npu passes. They are reproducible, but a device generates other numbers.
+// Sorting and random numbers. ATen's Mersenne twister generates the random numbers, with the seed
+// that torch_npu passes. They are reproducible, but a device generates other numbers.
 #include "kernels/kernels.h"
 #include "ops/bind.h"
 

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
-// Those arguments of both operators that describe the requests.
+// The arguments with which both operators describe the requests.
 struct StepArguments {
   OptTensor query_lengths, kv_lengths, block_table;
   std::string layout_query, layout_kv;
@@ -113,7 +113,7 @@ void require_heads(int64_t heads) {
 }
 
 // Returns the largest possible number of keys. The real lengths are in device memory, so the
-// modelled time is that of requests that fill their block tables.
+// modelled time assumes that each request fills its block table.
 double longest_keys(const kernels::StoredRequests &r) {
   return static_cast<double>(r.table_width) * r.page_size;
 }
@@ -246,8 +246,8 @@ OP(aclnnSparseFlashAttention,
 // 576]: 512 elements for latents, and 64 rotated elements. N is 1, 2, 4, ... or 128. A key is a row
 // of 656 bytes: 512 values of int8, 64 elements of the type of query, and 4 floats, one for each
 // 128 values. attention_out is [T, N, 512]. sparse_indices contains numbers of blocks. A block has
-// sparse_block_size keys: 1, 2, 4, 8 or 16. The size of a page is a multiple of 16. The function of
-// the aclnn release that torch_npu calls returns no sums.
+// sparse_block_size keys: 1, 2, 4, 8 or 16. The size of a page is a multiple of 16. The aclnn
+// function that torch_npu calls returns no sums.
 OP(aclnnKvQuantSparseFlashAttention,
    [](Tensor query, Tensor key, Tensor value, Tensor chosen, OptTensor key_scale,
       OptTensor value_scale, OptTensor block_table, OptTensor query_lengths, OptTensor kv_lengths,

@@ -68,7 +68,7 @@ const IndexedRule kIndexed[] = {
 };
 
 // An in-place operator reads and writes its result, so the result's bytes count twice. The
-// operators listed here only write it.
+// operators in this list write their result without reading it.
 bool reads_its_result(const char *op) {
   if (strncmp(op, "aclnnInplace", 12))
     return false;

@@ -1,6 +1,7 @@
-// The modelled time (kernels=timed) of operators on the chip, in nanoseconds. It is the larger of
-// operations / peak and bytes / bandwidth, but at least the kernel's minimum time. The gap to the
-// next kernel is added. docs/develop/device-time.md lists the rate of each operator.
+// The modelled time (kernels=timed) of operators on the chip, in nanoseconds. The time is
+// operations / peak or bytes / bandwidth, whichever is larger, but at least the kernel's minimum
+// time. The gap to the next kernel is added. docs/develop/device-time.md lists the rate of each
+// operator.
 #pragma once
 
 #include "aten.h"

@@ -54,8 +54,8 @@ aclError refuse_device(int32_t device) {
 
 }  // namespace
 
-// Memory, handles and graphs stay valid. Queued work is removed, and events that were to be
-// recorded after this work count as complete. If the abort fails, the device stays stopped.
+// Memory, handles and graphs stay valid. Queued work is removed. If the record of an event is
+// removed, the event counts as complete. If the abort fails, the device stays stopped.
 EMU_API aclError aclrtDeviceTaskAbort(int32_t device, uint32_t timeout_ms) {
   if (!is_device(device))
     return refuse_device(device);

@@ -129,8 +129,8 @@ Task watched(Task body) {
   if (!may_turn_bad())
     return body;
   return [body = std::move(body)] {
-    // Clears the bits of an earlier task that failed for another reason. This also creates the
-    // thread's variable, so that the signal handler does not have to create it.
+    // Clears the bits of an earlier task that failed for another reason. This write also creates
+    // the thread-local variable, so that the signal handler does not have to create the variable.
     t_touched = 0;
     body();
     check_memory();
@@ -163,7 +163,8 @@ std::vector<aclrtMemUceInfo> told_bad_memory(int device) {
 }
 
 // After a repair, the contents of the memory are lost. The emulator requires that tasks were
-// aborted before, and that only bad memory is repaired. As far as we know, CANN requires neither.
+// aborted before, and that only bad memory is repaired. As far as we know, CANN has no such
+// requirements.
 aclError repair_memory(int device, const aclrtMemUceInfo *ranges, size_t count) {
   if (count > kMostPages)
     return fail(ACL_ERROR_RT_PARAM_INVALID, "%zu addresses to repair, at most %d", count,

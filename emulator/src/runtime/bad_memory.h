@@ -15,18 +15,19 @@ bool may_turn_bad();
 
 // Makes the page that contains `address` bad. The next access to this page is noticed.
 void turn_bad(int device, uintptr_t address);
-// Makes memory of a library bad, which no program can address. The calling task counts as a task
-// that has accessed this memory.
+// Makes memory bad that belongs to a library. No program can address this memory. The calling task
+// counts as a task that has accessed this memory.
 void turn_library_memory_bad(int device);
 
 // Wraps the body of a task. If the task has accessed bad memory, the wrapped body throws when it
 // ends.
 Task watched(Task body);
-// Throws the error of `watched` at once if the task has already accessed bad memory. To be called
-// before a task sends data to other ranks, because this data may come from bad memory.
+// If the task has already accessed bad memory, throws the same error as the wrapped body, but at
+// once. To be called before a task sends data to other ranks, because this data may come from bad
+// memory.
 EMU_SHARED void check_memory();
-// Checks whether a call of the host, which accesses memory without a task, has accessed bad memory.
-// Returns 0, or the error code with which the device stops.
+// Checks whether a call of the host has accessed bad memory. Such a call accesses memory without a
+// task. Returns 0, or the error code with which the device stops.
 aclError check_memory_of_call(const char *call);
 
 // To be called when memory is freed or unmapped: its pages are no longer bad.

@@ -120,7 +120,7 @@ static const char *counts_of(emu::Operators *by_device, int device) {
 }
 
 // Two functions: how many times each operator was executed on the AI CPU, and how many times on
-// unaligned tensors. Argument and result are as in emulator_counters.
+// unaligned tensors. The argument and the result have the same form as in emulator_counters.
 EMU_API const char *emulator_ai_cpu_operators(int device) {
   return counts_of(emu::g_ai_cpu, device);
 }

@@ -18,8 +18,8 @@ static const char *cann_version() { return settings().cann.c_str(); }
 
 // Returns the devices that ASCEND_RT_VISIBLE_DEVICES selects. The variable contains ids between
 // commas; ids after the first invalid id are ignored (CANN's document of the variable). If an id is
-// not larger than the id before it, no device is selected; a test of torch_npu compares its own
-// count of devices with CANN's count. The process numbers its devices from zero.
+// not larger than the id before it, no device is selected. A test of torch_npu compares torch_npu's
+// own count of devices with CANN's count. The process numbers its devices from zero.
 static std::vector<int> parse_visible_devices() {
   std::vector<int> ids;
   const char *p = getenv("ASCEND_RT_VISIBLE_DEVICES");

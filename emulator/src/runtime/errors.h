@@ -20,7 +20,7 @@ struct DeviceFailure {
 
   bool set(aclError new_code, std::string text);  // false: there is an earlier error, which is kept
   aclError report();                              // 0, or the code with the message set
-  // To be called at the end of a wait. Returns the error of report(), or an error if work was
+  // To be called at the end of a wait. Returns an error if the device has failed, or if work was
   // aborted during the wait. `aborts_before` is the number of aborts when the wait began.
   aclError report_since(uint32_t aborts_before);
 
@@ -29,7 +29,7 @@ struct DeviceFailure {
 };
 extern DeviceFailure g_failures[kMaxDevices];
 
-// Thrown by a task if the device must stop with another error code than that of a failed kernel.
+// Thrown by a task to stop the device with `code`, instead of the error code of a failed kernel.
 class TaskError : public std::runtime_error {
 public:
   const aclError code;

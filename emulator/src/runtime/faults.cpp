@@ -173,8 +173,8 @@ aclError fault_in_capture(const char *name, int device) {
   return 0;
 }
 
-// Only allocations during a capture are counted. It is enough if one allocation fails: torch_npu's
-// allocator tries again only outside captures.
+// Only allocations during a capture are counted. One failed allocation makes a capture fail,
+// because torch_npu's allocator tries again only outside captures.
 aclError fault_in_allocation(int device) {
   if (!is_capturing(device))
     return 0;

@@ -294,7 +294,7 @@ void run_lane(LaneRun &run, const Graph &g, int lane) {
 }
 
 // The calling worker runs the lanes of a graph alternately, and takes the identity of the lane that
-// it runs. It has the identity of the first lane at the beginning and at the end.
+// it runs. At the beginning and at the end, the worker has the identity of the first lane.
 class Turns {
 public:
   Turns(const Graph &graph, size_t lanes) : graph_(graph) {
@@ -330,7 +330,7 @@ private:
 
 // Replays a graph with one lane, or with several lanes of which only one can run at a time. The
 // second case occurs, for example, if the graph waits for each collective directly after its
-// launch. Such lanes need no separate threads, which would have to wake each other.
+// launch. Such lanes need no separate threads. Separate threads would have to wake each other.
 void Graph::replay_in_order() const {
   Turns turns(*this, lane_sqes_.size());
   std::vector<int64_t> recorded_ns(t_timeline ? nodes.size() : 0);

@@ -1,5 +1,5 @@
-// The aclmdlRI calls, which capture, execute and destroy graphs. Also decides whether a launch is
-// queued on a stream or recorded into a graph.
+// The aclmdlRI calls, which capture, execute and destroy graphs. This file also decides whether a
+// launch is queued on a stream or recorded into a graph.
 #include "runtime/counters.h"
 #include "runtime/faults.h"
 #include "runtime/graph.h"
@@ -208,8 +208,8 @@ static const char *task_type(const Node &node) {
   }
 }
 
-// Prints one line per task, in the order of the capture, as stream.cc of the runtime does. Each
-// task takes one unit of time.
+// Like stream.cc of the runtime, prints one line per task, in the order of the capture. Each task
+// takes one unit of time.
 EMU_API aclError aclmdlRIDebugJsonPrint(aclmdlRI model, const char *path, uint32_t) {
   Graph *g = graph_of(model);
   FILE *file = fopen(path, "w");

@@ -28,8 +28,8 @@ class Stream;
 inline thread_local aclmdlRICaptureMode t_capture_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
 inline thread_local std::string t_where;  // where a worker is: "stream 3" or "lane 1 of graph 7"
 
-// Guards those values in streams, events and captured graphs that captures and updates change. It
-// is locked by the capturing thread, by torch_npu's queue thread, and by threads that query events.
+// Guards all values that captures and updates change in streams, events and captured graphs. It is
+// locked by the capturing thread, by torch_npu's queue thread, and by threads that query events.
 // Workers never lock it. No thread locks it while the thread holds the mutex of a stream or an
 // event.
 extern std::mutex g_capture_mutex;
@@ -58,8 +58,8 @@ struct Event {
   // time, and a task that waits for a record keeps this record's object.
   std::shared_ptr<int64_t> moment = std::make_shared<int64_t>(0);
   int64_t timestamp_ns = 0;  // of the last complete record
-  // The device on which the last record was queued, and how many aborts the device had before. A
-  // later abort removes the record from the queue. In this case, no task waits for the record.
+  // The device on which the last record was queued, and the device's number of aborts at that time.
+  // A later abort removes the record from the queue. In this case, no task waits for the record.
   int device = 0;
   uint32_t aborts = 0;
   bool external_set = false;

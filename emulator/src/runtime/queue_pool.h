@@ -1,9 +1,9 @@
 // The hardware queues of a device, if the setting accounting is software_sq. Every stream has an
 // id. A stream that the program or HCCL made has its own queue for its whole life. A stream of a
-// graph only borrows a queue while the graph is bound. The queues for graphs are in a pool. A
+// graph has a queue only while the graph is bound to queues. The queues for graphs are in a pool. A
 // capture adds one queue per stream to the pool, as long as the device has free queues and the pool
 // has fewer than 1024. So a capture never fails because queues are missing. The first execution
-// binds a graph to queues. The graph stays bound until another graph needs its queues; idle graphs
+// binds a graph to queues. The graph stays bound until another graph needs its queues. Idle graphs
 // lose their queues in the order in which the graphs were created. The pool becomes smaller only if
 // a stream outside graphs needs a queue and no other queue is free.
 #pragma once

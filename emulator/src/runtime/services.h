@@ -27,10 +27,10 @@ EMU_SHARED void count_careless_destroy(int device);
 // count twice.
 EMU_SHARED void count_socket_bytes(int device, size_t bytes);
 
-// These functions are for modelled time. The first one returns the time at which the calling worker
-// reached its task, and the second one returns the cost of the task. The third one reports when the
-// last rank arrived (`latest_ns`), and the largest cost of a rank after this time (`cost_ns`). It
-// may be called again with the same values.
+// These functions are for modelled time. arrival_ns returns the time at which the calling worker
+// reached its task, and kernel_ns returns the cost of the task. meet_ranks reports when the last
+// rank arrived (`latest_ns`), and the largest cost of a rank after this time (`cost_ns`).
+// meet_ranks may be called again with the same values.
 EMU_SHARED int64_t arrival_ns();
 EMU_SHARED int64_t kernel_ns();
 EMU_SHARED void meet_ranks(int64_t latest_ns, int64_t cost_ns);
@@ -39,8 +39,8 @@ EMU_SHARED void meet_ranks(int64_t latest_ns, int64_t cost_ns);
 // first communicator calls this.
 EMU_SHARED void set_fault_identity(int rank);
 
-// To be called if there are more ranks than cores. Then threads that wait sleep at once, instead of
-// spinning first.
+// To be called if there are more ranks than cores. After this call, a waiting thread sleeps at
+// once, instead of spinning first.
 EMU_SHARED void set_oversubscribed();
 EMU_SHARED bool oversubscribed();
 

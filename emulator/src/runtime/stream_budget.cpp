@@ -52,7 +52,7 @@ std::string StreamBudget::shortage() {
 
 // These numbers are from public notes and were never measured. In vllm-ascend's formula for
 // streams, each graph needs one stream per domain with AIV, and two streams per domain with other
-// modes. A comment there says that AI CPU takes "up to rank_size (max 16) - 1 streams per
+// modes. A comment in vllm-ascend says that AI CPU takes "up to rank_size (max 16) - 1 streams per
 // collective communication domain on the device".
 long streams_per_graph() {
   if (settings().hccl_streams_per_domain >= 0)

@@ -1,7 +1,8 @@
-// Modelled time (kernels=timed). Each stream has a clock, which shows when the work that it has run
-// so far would end on the modelled chip, in nanoseconds of the host's monotonic clock. Workers run
-// tasks as soon as the order of the tasks permits, so the clocks of streams are ahead of the host's
-// clock. A host thread that waits for a stream sleeps until the time on the stream's clock.
+// Modelled time (kernels=timed). Each stream has a clock, in nanoseconds of the host's monotonic
+// clock. The stream's clock shows when the stream's work so far would end on the modelled chip.
+// Workers run tasks as soon as the order of the tasks permits, so the clocks of streams are ahead
+// of the host's clock. A host thread that waits for a stream sleeps until the time on the stream's
+// clock.
 #pragma once
 
 #include "emulator.h"
@@ -17,10 +18,10 @@ int64_t now_ns();
 void sleep_until_ns(int64_t ns);
 
 // The modelled time of the host that works with a device. For some calls, CANN's code on the host
-// needs more time than the emulator. These differences are added up, and the host's modelled time
-// is ahead of the real clock by their sum. The host sleeps for this time later: once for several
-// calls, and always before it reads a result of the device. All threads share one sum, because
-// torch_npu's task queue launches calls for another thread.
+// needs more time than the emulator. These differences are added up. The host's modelled time is
+// ahead of the real clock by the sum. The host later sleeps for the duration of the sum: once for
+// several calls, and always before it reads a result of the device. All threads share one sum,
+// because torch_npu's task queue launches calls for another thread.
 int64_t host_ns(int device);
 void host_works_until(int device, int64_t ns);
 void pay_host_time(int device);
@@ -39,8 +40,8 @@ public:
   int64_t pass(int64_t ns, Idle cause) { return wait_until(this->ns() + ns, cause); }
   // Moves the clock by the duration of a kernel.
   void work(int64_t ns);
-  // For a collective: stores the cost, but does not move the clock yet, because the cost counts
-  // from the arrival of the last rank.
+  // For a collective: stores the cost, but does not move the clock yet. The cost counts from the
+  // arrival of the last rank.
   void start_kernel(int64_t cost_ns) { cost_ns_ = cost_ns; }
   int64_t cost_ns() const { return cost_ns_; }
   void meet(int64_t latest_ns, int64_t cost_ns);

@@ -1,6 +1,6 @@
-// The device window: device memory is mapped twice. At the address that the program sees, it cannot
-// be accessed. Kernels use the second address, the alias. New memory is poisoned: it is filled with
-// bytes 0xFF (NaN or -1), so that a read before the first write has a visible effect.
+// The device window: device memory is mapped twice. The program sees the first address, but cannot
+// access the memory there. Kernels use the second address, the alias. New memory is poisoned: it is
+// filled with bytes 0xFF (NaN or -1), so that a read before the first write has a visible effect.
 #pragma once
 
 #include <cstddef>

@@ -338,8 +338,8 @@ def test_a_client_that_no_longer_waits_gets_no_forked_process(tmp_path: Path) ->
             client.sendall(json.dumps(request).encode())
         os.kill(server.address.pid, signal.SIGCONT)
 
-        # The server answers requests in order. If the server wrongly started the program of the
-        # client that left, that program would start before the program of this request.
+        # The server answers requests in order. A wrong start of the departed client's program would
+        # come before the start of this request's program.
         starter.run()
 
         assert (tmp_path / "late").read_bytes() == b""

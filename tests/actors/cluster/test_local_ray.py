@@ -144,7 +144,7 @@ def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Pat
         ]
         assert friend.wait(100) == 0
         needed_s = time.monotonic() - began_s
-        for stranger in strangers:  # gives strangers twice the time that the accepted peer needed
+        for stranger in strangers:  # each stranger has twice the time that the peer needed
             with suppress(subprocess.TimeoutExpired):
                 left_s = began_s + 2 * needed_s - time.monotonic()
                 assert stranger.wait(max(0.0, left_s)) != 0

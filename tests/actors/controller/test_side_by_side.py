@@ -14,7 +14,7 @@ COUNT = 4
 
 
 def test_all_parts_are_in_a_phase_at_once_and_answer_in_order():
-    inside = threading.Barrier(COUNT, timeout=180)  # an error if not all calls wait together
+    inside = threading.Barrier(COUNT, timeout=180)  # an error unless all calls wait together
 
     def work(index: int) -> int:
         inside.wait()

@@ -10,7 +10,7 @@ from dist_aclgraph.config import make_config
 
 
 class FakeThreads:
-    """Threads of a file server or of fetches that wait for ever for a file system that hangs."""
+    """Fake threads of a file server or of fetches. They never end, because a file system hangs."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0
@@ -20,7 +20,7 @@ class FakeThreads:
 
 
 def test_a_disk_that_hangs_does_not_hold_the_engine_beyond_its_time_to_stop() -> None:
-    """If the engine waited longer, it would be killed before it deletes the copies in memory."""
+    """An engine that waited longer would be killed before it deletes the copies in memory."""
     config, hanging = make_config({"model": "m", "timeouts": {"stop_s": 2.0}}), FakeThreads()
     engine = SimpleNamespace(
         _config=config,

@@ -246,7 +246,7 @@ STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
         # First, HCCL's memory is faulty. Then the memory of a weight is faulty.
         slow([{**LINK, "kind": "uce"}], "rank 1 in SERVING: .*UCE ERROR"),
         ([{**BAD_KV, "op": "aclnnMm", "offset": 0}], "rank 1 in SERVING: .*UCE ERROR"),
-        # The operator fails, and fails again when the step is repeated.
+        # The operator fails in a step, and fails again in the repeated step.
         (
             [{**LINK, "kind": "fail"}, {**LINK, "call": MIDDLE + 1, "kind": "fail"}],
             "rank 1 in SERVING: step .*507015",

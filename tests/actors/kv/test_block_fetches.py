@@ -114,7 +114,7 @@ def test_files_cross_an_encrypted_connection(tmp_path: Path) -> None:
 def test_a_source_that_refuses_the_connection_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a connection is refused before the first request, a send on it would wait forever."""
+    """After a refusal before the first request, a send on the connection would block forever."""
     connect = Endpoint.connect
 
     def connect_late(endpoint: Endpoint, peer: zmq.Socket[bytes]) -> None:

@@ -113,8 +113,8 @@ def test_a_request_runs_when_all_workers_have_read_its_blocks(world: World) -> N
 
 
 def test_while_steps_run_a_worker_may_be_one_message_behind(world: World) -> None:
-    """Answers arrive after the decision of a step. So each step has a message, although the
-    previous message is not answered yet.
+    """Answers arrive after the decision of a step. So a step sends the next message before the
+    previous message is answered.
     """
 
     def sent(*, is_idle: bool) -> int:
@@ -172,7 +172,7 @@ def test_no_request_waits_for_a_node_that_never_answers_a_look_up(
     places = tuple(CachePlace(rank, 2, num_kv_heads=2) for rank in range(WORKERS))
     files = GroupFiles(places if source else places[:1], ("a", "b"))
     world = World(monkeypatch, 1 if source else 2, files, source)
-    if source is None:  # occupies rank 0, so that the request starts on rank 1
+    if source is None:  # rank 0 becomes full, so the request starts on rank 1
         pool = world.scheduler.ranks[0].pool
         pool.allocate(pool.num_free)
     assert world.turn() == 0

@@ -205,8 +205,8 @@ def test_other_divisions_of_heads_and_recurrent_states_are_fetched(
 def test_prompts_are_computed_if_no_file_of_the_first_group_can_be_used(
     npu: Any, tmp_path: Path, architecture: str, shards: int
 ) -> None:
-    """The first group divides caches into another number of shards, or divides recurrent states
-    between ranks.
+    """The two groups divide caches into different numbers of shards, or the first group divides
+    recurrent states between ranks.
     """
     make_reference(architecture, tmp_path / "checkpoint")
     with serving_pair(tmp_path / "checkpoint", tmp_path, 2, dcp=(shards, 1)) as pair:

@@ -52,7 +52,7 @@ class TwoNodes(World):
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoNodes]:
-    monkeypatch.setattr(block_fetches, "SILENCE_S", WAIT_S)  # a busy machine is not a silent source
+    monkeypatch.setattr(block_fetches, "SILENCE_S", WAIT_S)  # long enough for a busy machine
     made = TwoNodes(tmp_path)
     yield made
     made.close()

@@ -192,8 +192,8 @@ def test_a_lost_node_is_left_alone_and_the_other_nodes_are_not(
 
 
 def test_blocks_are_found_on_the_nodes_of_any_data_parallel_rank(world: World) -> None:
-    """A reader does not know which data-parallel rank computed a prompt, so it looks up blocks of
-    all ranks.
+    """A reader does not know which data-parallel rank computed a prompt, so the reader looks up
+    blocks of all ranks.
     """
     source = world.source((WHOLE,), "ab")
     world.nodes["a"].write(WHOLE, NAMES[:2])
@@ -353,9 +353,7 @@ def test_nothing_is_fetched_from_a_group_whose_nodes_have_different_files_of_the
 def test_a_worker_that_joins_another_group_keeps_no_threads(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: bool
 ) -> None:
-    """The file server's threads end. This is also tested for a server that found no free port on
-    the node.
-    """
+    """The file server's threads end. In one case, the server has found no free port on the node."""
     node, others = world.nodes["d"], set(threading.enumerate())
 
     def new_threads() -> set[str]:

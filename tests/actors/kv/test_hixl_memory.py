@@ -59,7 +59,8 @@ class FakeHixl:
     Attributes:
         fails: names of the calls that fail until a test changes this set.
         problems: descriptions of calls that broke a rule of HIXL.
-        writers: for each link, the slots of memory to which its failed transfers may still write.
+        writers: for each link, the slots of memory to which the link's failed transfers may still
+            write.
         log: the calls so far.
     """
 

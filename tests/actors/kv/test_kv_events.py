@@ -117,7 +117,7 @@ def test_a_group_that_ends_and_the_next_one_clear_what_subscribers_know(
         last = Subscriber()
         last.apply(reader.receive()[2])
     reader.close()
-    first.close()  # After this, the next group can take the same ports.
+    first.close()  # now, the next group can use the same ports
     start()
     again = read(place, 0)
     assert (again.seen, again.blocks) == (["AllBlocksCleared"], {})

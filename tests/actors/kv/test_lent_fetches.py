@@ -1,5 +1,5 @@
-"""Fetches of files that the source copies to its own memory, from which the fetching worker reads
-them. Both ends are in one process here, so a copy of the bytes replaces HIXL.
+"""The source copies files to its own memory. The fetching worker reads the files from this memory.
+Both ends are in one process here, so a copy of the bytes replaces HIXL.
 """
 
 from __future__ import annotations

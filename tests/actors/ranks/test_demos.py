@@ -1,4 +1,4 @@
-"""The demo models were trained to count. They count correctly, with and without shared contexts."""
+"""The demo models were trained to count, and count correctly with and without shared contexts."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ STREAMS_BEFORE = 36  # free streams of each of the two ranks when it makes its o
 # For each graph mode, the number of free streams of the rank with fewer free streams. This number
 # is too small to capture all sizes.
 FREE = {"FULL_DECODE_ONLY": 18, "PIECEWISE": 55, "FULL": 18, "FULL_AND_PIECEWISE": 55}
-# Numbers of streams that a graph needs on each of two ranks: a full decode graph, and all pieces of
-# a piecewise graph of three layers.
+# Two numbers of streams that each of two ranks needs: for a full decode graph, and for all pieces
+# of a piecewise graph of three layers.
 DECODE, PIECES = 4, 16
 PRICES = {
     "full decode": DECODE,

@@ -1,6 +1,4 @@
-"""A worker refuses a step of a graph plan that it has not confirmed, and a step of another rank's
-batch.
-"""
+"""A worker refuses a step of an unconfirmed graph plan, and a step of another rank's batch."""
 
 from __future__ import annotations
 

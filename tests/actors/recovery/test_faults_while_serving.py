@@ -34,9 +34,9 @@ from tests.slow import rare, slow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
-# A request has so many tokens that the request still runs if the test stalls for a second before
-# the kill. If one group has ended its requests before another group has begun, the test sends all
-# requests again.
+# Each request has enough tokens to run for more than a second, because the test may stall for a
+# second before the kill. If one group has ended its requests before another group has begun, the
+# test sends all requests again.
 LONG, TRIES = 900, 10
 # A failed group is neither resumed nor replaced, so requests end when no group is left.
 NO_RECOVERY = {"restarts_per_hour": 0, "resume_s": 0}
@@ -58,8 +58,8 @@ class Busy:
         os.kill(self.pids[rank], signal.SIGKILL)
 
     def sibling(self, name: str) -> int:
-        """Return the process id of the only actor of class ``name``. It has the same parent process
-        as the workers.
+        """Return the process id of the only actor of class ``name``. This actor has the same parent
+        process as the workers.
         """
         parent = int(Path(f"/proc/{self.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
         # The kernel stores only the first 15 characters of a process name.

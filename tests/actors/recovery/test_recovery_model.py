@@ -55,7 +55,7 @@ class Groups:
     on_open: Callable[[], None] = lambda: None
     groups: list[Group] = field(default_factory=list)
     watched: list[Group] = field(default_factory=list)
-    trouble: str = ""  # the reason why the groups cannot be watched; "" if they can
+    trouble: str = ""  # the reason why the groups cannot be watched; "" if there is no reason
     has_room: bool = True
     comes_up: bool = True
     started: int = 0
@@ -275,7 +275,7 @@ class RecoveryModel(RuleBasedStateMachine):
 
     @invariant()
     def what_has_failed_stays_so_within_the_hour(self) -> None:
-        """A deployment that has failed stays in this state after another check."""
+        """A failed deployment stays failed after another check."""
         if self.is_over:
             self.upkeep.look()
             assert self.is_over
