@@ -370,8 +370,8 @@ def _publish_kimi_linear(directory: Path) -> None:
     """Change the names in a checkpoint of transformers to the names that the authors of Kimi Linear
     use.
 
-    For the keys of linear attention, transformers 5.23 uses other names than the authors. It also
-    gives the tensors of dense layers the prefix that belongs to layers of experts.
+    In transformers 5.23, the configuration keys of linear attention have other names. In addition,
+    the names of tensors of dense layers have the prefix of expert layers.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())

@@ -34,7 +34,7 @@ settings.load_profile("quick")
 LONGEST = (Path(__file__).parent / "longest_files.txt").read_text().split()
 
 
-@pytest.hookimpl(tryfirst=True)  # runs before xdist's hook, which reads groups
+@pytest.hookimpl(tryfirst=True)  # runs before xdist's hook, because that hook reads groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first, so that all pytest processes end at about the same time.
 

@@ -72,7 +72,8 @@ def tokens_of(timeout_s: float, answers: list[Answer]) -> list[list[int]]:
 def make_deployment_config(model: Path | str, **overrides: Any) -> Config:
     """Return the configuration of a small float32 deployment.
 
-    A mapping in ``overrides`` changes only the given keys of its section.
+    Each argument in ``overrides`` replaces one key of the configuration. A dict replaces only the
+    given keys of a section.
     """
     raw: dict[str, Any] = {
         "model": str(model),

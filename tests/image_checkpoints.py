@@ -15,8 +15,8 @@ def make_kimi_k25(directory: Path) -> Any:
     """Return a seeded Kimi K2.5 of transformers with its image encoder; write it to ``directory``
     under the published names.
 
-    transformers 5.23 has another name for the class, and writes "blocks" for "layers" in names of
-    weights.
+    transformers 5.23 uses another name for the class. In its names of weights, "blocks" stands in
+    place of "layers".
     """
     import transformers
 

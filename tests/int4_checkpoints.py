@@ -41,8 +41,8 @@ def dequantise(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def packed_ints(module: str, values: Tensor, scales: Tensor) -> Tensors:
-    """Return tensors in compressed-tensors' form pack-quantized: eight values, each + 8, in an
-    int32.
+    """Return tensors in the form pack-quantized of compressed-tensors. Each int32 contains eight
+    values; 8 is added to each value.
     """
     parts = (values.long() + 8).unflatten(1, (-1, 8))
     words = sum(parts[..., i] << (4 * i) for i in range(8))
@@ -95,7 +95,7 @@ def _modelslim(module: str, low: Tensor, high: Tensor, scales: Tensor) -> Tensor
 def compressed_config(
     group: int | None, form: str = "pack-quantized", *, int8_rows: bool = False
 ) -> dict[str, Any]:
-    """Return a ``quantization_config`` whose list of modules in floats is ``EXPERTS_ONLY``."""
+    """Return a ``quantization_config`` in which only experts are quantised."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
     weights |= {"strategy": "group" if group else "channel", "group_size": group}
     rows = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}

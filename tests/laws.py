@@ -1,15 +1,15 @@
 """Sets how many examples a law tries. A law is a hypothesis test. The laws that use this module run
 on the device.
 
-By default, a law tries a tenth of the number of examples that the test gives. With
-``--hypothesis-profile=full``, it tries all of these examples.
+Each test gives a number of examples. By default, a law tries a tenth of this number. With
+``--hypothesis-profile=full``, it tries the whole number.
 """
 
 from __future__ import annotations
 
 from hypothesis import settings
 
-# Percentage of examples in each hypothesis profile; the profile stores it as its ``max_examples``.
+# Percentage of examples in each hypothesis profile, stored as the profile's ``max_examples``.
 FULL, QUICK = 100, 10
 
 

@@ -50,8 +50,8 @@ class ServingRanks:
 
 @dataclass(frozen=True)
 class _Captured:
-    """Takes the place of ranks that have captured all graphs of their plan and never change these
-    graphs.
+    """Stands for the ranks of a group. The ranks have captured all graphs of their plan, and never
+    change these graphs.
     """
 
     ranks: tuple[WorldRank, ...]

@@ -23,7 +23,7 @@ class Streams:
     """Several streams. Each stream sends one request after another, and cycles through the prompts.
 
     Attributes:
-        ended: for each completed request, the index of its prompt and its answer.
+        ended: (index of the prompt, answer) of each completed request.
     """
 
     service: Serving

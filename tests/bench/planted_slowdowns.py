@@ -21,7 +21,7 @@ from dist_aclgraph.graphs.task_update import UpdatableTask
 from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 
-Plant = Any  # function that returns a context manager; the slowdown lasts as long as the context
+Plant = Any  # context manager; the step is slower within this context
 
 
 def before_launch(act: Callable[[Any], Any]) -> Plant:

@@ -73,8 +73,8 @@ def test_shards_cost_two_collectives_a_layer_whatever_the_context(bench: Bench) 
     assert bytes_one == pytest.approx(bytes_one_longer, rel=PART_OF_A_STEP)
     assert bytes_two == pytest.approx(bytes_two_longer, rel=PART_OF_A_STEP)
     assert two - one == pytest.approx(2 * LAYERS, abs=1)
-    # This rank receives two things from the other rank: the queries of the other rank's heads, and
-    # partial results of this rank's heads.
+    # From the other rank, this rank receives the queries of the other rank's heads. It also
+    # receives partial results of its own heads.
     heads = HEADS_OF_A_RANK
     found = heads * LATENT + -(-heads // ALIGNED) * ALIGNED
     values = heads * (LATENT + ROPE) + found

@@ -11,7 +11,7 @@ from tests.bench.runs import Bench, assert_says_what_ran_it, run_bench
 
 pytestmark = [pytest.mark.cluster, pytest.mark.bench]
 
-# For each graph mode of the configuration, the ways in which its steps may run.
+# The kinds of steps that each graph mode may run.
 STEPS = {"NONE": {"eager"}, "PIECEWISE": {"piecewise"}, "FULL": {"full"}}
 
 

@@ -1,4 +1,4 @@
-"""A supervised service, whose owner and ingress are processes that only wait."""
+"""A supervised service with a fake owner and a fake ingress: processes that only wait."""
 
 from __future__ import annotations
 

@@ -47,6 +47,6 @@ def test_a_signal_while_the_deployment_comes_back_ends_everything(npu: object) -
 
         service.process.send_signal(signal.SIGTERM)
 
-        # If the owner takes too long to end, it is killed, which gives the second exit code.
+        # An owner that takes too long to end is killed. The exit code is then 128 + SIGKILL.
         assert end(service) in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
         assert_processes_are_gone(struck)

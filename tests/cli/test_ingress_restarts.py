@@ -1,6 +1,5 @@
-"""The supervisor replaces ingresses that die. The death of an ingress that has never served counts
-as a restart, of which only a limited number is allowed. Such an ingress is replaced only after a
-pause.
+"""The supervisor replaces ingresses that die. The number of restarts is limited. If an ingress dies
+before it has served, its replacement counts as a restart, and begins only after a pause.
 """
 
 from __future__ import annotations

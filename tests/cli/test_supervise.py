@@ -138,7 +138,9 @@ def test_past_the_budget_a_death_of_the_owner_ends_the_service_with_the_reason(
 
 
 def test_children_from_before_are_left_alone(start: Start) -> None:
-    """A shell that replaces itself by the service (exec) leaves its children to the service."""
+    """If a shell calls exec to become the service, the shell's children become children of the
+    service.
+    """
     service = start(
         """
 helper = subprocess.Popen(["sleep", "600"])
@@ -170,8 +172,8 @@ def test_a_signal_while_another_owner_starts_ends_everything(
         service.process.terminate()
 
     ended, _, _ = service.end()
-    # The exit code comes from the new owner. If the supervisor noticed the signal first, the exit
-    # code comes from the killed owner.
+    # The exit code is that of the new owner. If the supervisor gets the signal before it starts a
+    # new owner, the exit code is that of the killed owner.
     assert ended in (7, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 

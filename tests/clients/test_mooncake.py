@@ -142,8 +142,8 @@ class Peer:
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., list[Peer]]]:
-    """Start one process for each device. The settings of the emulator, and settings with names in
-    capitals (environment variables), apply only to the first process.
+    """Start one process for each device. The settings apply only to the first process. Settings
+    with names in capitals are environment variables; all others are settings of the emulator.
     """
     peers: list[Peer] = []
 

@@ -9,8 +9,8 @@ import pytest
 from tests.clients.conftest import CHECKPOINT, CLIENTS, client_program, run
 
 # The client is unmodified. It imports packages of SGLang's engine, which need CUDA, so the test
-# replaces these packages by empty modules. Of these packages, the client uses only one constant,
-# which the test sets.
+# replaces these packages by empty modules. The client uses only one constant of these packages. The
+# test sets this constant.
 CODE = """
 import runpy, sys, types
 root = sys.argv.pop(1)

@@ -1,8 +1,8 @@
 """Hosts, links and the head fail while streams run, and later come back.
 
-The hosts share only a network. On each host, a shell script restarts Ray if it ends, as systemd
-does with the units in cluster/systemd. Each test prints what its client has counted; pytest's
-option -s shows this output.
+The hosts share only a network. On each host, a shell script restarts Ray when Ray ends. On real
+hosts, systemd does this with the units in cluster/systemd. Each test prints what its client has
+counted; pytest's option -s shows this output.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def serving(
     error.
 
     Args:
-        port: with PORT, ``dist-aclgraph serve`` runs; with SERVE_PORT, Ray Serve runs.
+        port: PORT starts ``dist-aclgraph serve``; SERVE_PORT starts Ray Serve.
     """
     settings = [f"{key}={value}" for key, value in CONFIGS[model].items()]
     log = (tmp_path / "service.log").open("w")
@@ -178,8 +178,8 @@ def serving(
         yield status
     finally:
         os.killpg(service.pid, signal.SIGTERM)
-        # The signal ends nsenter at once. The service first drains its requests, and then frees its
-        # port.
+        # SIGTERM ends the program nsenter at once, but the service first drains its requests, and
+        # then frees its port.
         wait_until(lambda: status().startswith("ConnectError"), "the service does not stop")
         print((tmp_path / "service.log").read_text()[-3000:])
 

@@ -126,8 +126,8 @@ def test_a_group_whose_node_dies_goes_to_a_spare_place(nodes: Nodes) -> None:
         now = wait_for_groups(program, dead=before[1])
         assert ask(program, "generate", PROMPTS, 20)[0] == [row[:20] for row in alone]
 
-        # The nodes that are left have too few NPUs for two groups. If a worker dies now, its group
-        # keeps its NPUs only if no other group waits for NPUs.
+        # The remaining nodes have too few NPUs for two groups. When a worker dies, its group keeps
+        # its NPUs only if no other group waits for NPUs.
         dies, stays = now
         nodes.kill(dies)
         wait_for_missing(program)

@@ -1,5 +1,5 @@
-"""If the owner of a deployment dies, another owner replaces it, even if the first owner did not
-start the Ray cluster, but only joined it.
+"""If the owner of a deployment dies, another owner replaces it. This also works with a Ray cluster
+that the first owner did not start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A group of ranks can take over the communicator of another group."""
+"""A group of ranks can replace its communicator by the communicator of another group."""
 
 from __future__ import annotations
 

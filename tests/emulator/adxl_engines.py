@@ -75,8 +75,8 @@ class Engine:
         self.wants("device", device)
 
     def answer(self, *words: object) -> list[int | str]:
-        """Make the call that ``words`` describe; return its status and its values. Set ``text`` to
-        the text of the error.
+        """Make the call that ``words`` describe; return its status and its values. Store the call's
+        error message in ``text``.
         """
         assert self.process.stdin and self.process.stdout
         print(*words, file=self.process.stdin, flush=True)

@@ -50,16 +50,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # With a task queue, torch_npu has a thread that wakes up ten thousand times a second, even if
     # nothing runs. So the queue is off here; test_task_queue.py tests it in other processes.
-    # torch_npu reads the variable once. The call below makes torch_npu read it before the fixture
-    # ``clean_environment`` removes it. Older release series of torch_npu lack this call, so their
-    # queue stays on.
+    # torch_npu reads the variable once, at the call below. Later, the fixture ``clean_environment``
+    # removes the variable. Older release series of torch_npu lack this call, so their queue stays
+    # on.
     os.environ["TASK_QUEUE_ENABLE"] = "0"
     getattr(torch_npu._C, "_npu_get_task_queue_enable", lambda: 0)()
 
 
 class Script:
-    """A running program. Its process is forked. Only in tests of imports and of process exits, it
-    is started.
+    """A running program. Its process is usually forked. Tests of imports and of process exits start
+    a new process instead.
 
     If a node is given, the program is not forked, but started in the network namespace of this
     node.

@@ -109,7 +109,7 @@ def turn(scheduler: Scheduler, runner: ModelRunner) -> StepOutputs:
 
 
 def size_of(batches: Sequence[RankBatch]) -> StepSize:
-    """Return the size of a step in which each data-parallel rank runs one of ``batches``."""
+    """Return the size of a step that runs ``batches``, each on a different data-parallel rank."""
     records = [unpack_ints(batch.scheduled, 4) for batch in batches]
     return StepSize(
         max(int(each[:, 2].sum()) for each in records),
@@ -150,9 +150,7 @@ class Sequences:
         self.step(graph, records, appended=appended)
 
     def decoding(self, live: int) -> tuple[list[int], bytes]:
-        """Return what a decode step of the first ``live`` requests needs: their records and their
-        last tokens.
-        """
+        """Return the records and last tokens of a decode step of the first ``live`` requests."""
         rows = range(live)
         appended = [x for row in rows for x in (row, self.tokens[row][-1])]
         records = [x for row in rows for x in (row, len(self.tokens[row]) - 1, 1, 1)]

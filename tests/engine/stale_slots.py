@@ -15,8 +15,8 @@ def poison_stale_slots(runner: ModelRunner, scheduler: Scheduler) -> None:
     """Queue a task that writes NaN into every slot without a valid state.
 
     Such slots belong to rows without a request, to rejected drafts, and to checkpoints that are not
-    stored. Slots that a step in flight writes are left out. If a step reads a filled slot before
-    another step has written it, the logits are NaN, and ``runners.turn`` fails.
+    stored. Checkpoints that a step in flight writes are not filled. If a step reads a filled slot
+    before another step has written it, the logits are NaN, and ``runners.turn`` fails.
     """
     states, [rank] = runner._states, scheduler.ranks
     assert states is not None and rank.pool.checkpoints is not None

@@ -39,8 +39,8 @@ def test_graphs_are_planned_without_a_device() -> None:
 
 
 def test_the_formulas_allow_the_published_number_of_buckets() -> None:
-    # A bucket has 49 graphs, and each graph needs 3 streams. Of 1800 streams, TP takes 40, so (1800
-    # - 40) / (49 * 3) = 11.97 buckets fit.
+    # A bucket has 49 graphs, and each graph needs 3 streams. There are 1800 streams, and tensor
+    # parallelism uses 40 of them. So (1800 - 40) / (49 * 3) = 11.97 buckets fit.
     assert run("budget", "48", "8").startswith("v0.11: 11 buckets")
 
 

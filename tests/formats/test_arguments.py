@@ -9,7 +9,7 @@ import pytest
 from tests.formats.answers import TOOLS, Message, make_format
 from tests.formats.test_formats import read
 
-BETWEEN = {  # for each format, the text before and after the arguments of a call of find
+BETWEEN = {  # for each format: text before and after the arguments, in a call of the tool "find"
     "hermes": ('<tool_call>\n{"name": "find", "arguments": ', "}\n</tool_call>"),
     "hermes, name last": ('<tool_call>{"arguments": ', ', "name": "find"}</tool_call>'),
     "llama3_json": ('{"name": "find", "parameters": ', "}"),
@@ -60,7 +60,7 @@ def test_arguments_are_a_json_object(kind, has_tokens, written, expected):
     begin, end = BETWEEN[kind]
     form = make_format(name, has_tokens=has_tokens)
     if name == "gpt_oss" and written == "null":
-        return  # gpt-oss passes this text on unchanged, even if it is no object
+        return  # in gpt-oss, the arguments stay "null"
 
     for sizes in ((1,), (2, 3), (100,)):
         found = read(form, begin + written + end, sizes)

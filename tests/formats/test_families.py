@@ -461,7 +461,7 @@ def test_end_tags_of_glm_may_be_missing(text):
             Message("Yes", calls=[STOPPED]),
         ),
         (f"<|channel|>final {'long ' * 100}<|end|>", Message("long " * 100)),
-        # The answer is cut off inside the head of its second message.
+        # The answer ends before the header of its second message is complete.
         ("<|channel|>final<|message|>Yes<|end|><|start|>assistant<|channel|>final", Message("Yes")),
         ("<|channel|>final<|message|>Yes<|end|><|start|>assistant<|channel|>fi", Message("Yes")),
         ("<|channel|>comm", Message()),

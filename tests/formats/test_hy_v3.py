@@ -39,7 +39,7 @@ def test_tags_may_have_a_suffix_or_not(suffix, has_tokens, sizes):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        # One call without the tags that surround all calls; then a call without its separator.
+        # The first answer lacks the <tool_calls> tags; the second answer lacks <tool_sep>.
         ("<tool_call>stop<tool_sep></tool_call>.", Message(".", calls=[STOPPED])),
         ("<tool_calls><tool_call>stop</tool_call></tool_calls>", Message(calls=[STOPPED])),
         (

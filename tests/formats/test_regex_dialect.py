@@ -15,8 +15,8 @@ from dist_aclgraph.sampling import StructuredOutputs
 from tests.formats.walk import Walk
 
 WALK = Walk("hermes", {}, has_tokens=False)
-# Parts from which the tests build classes. "^" is not used as the first part, because there it
-# would negate the class.
+# Parts from which the tests build classes. "^" is never the first part of a class, because a "^" at
+# the beginning negates the class.
 PARTS = ["[", "&&", "&", "--", "-", "~~", "~", "^", "a", "b", "z", "{", r"\]", r"\w", r"\d", r"\-"]
 SIGNS = "[]&-~^ab1{z_ |"
 
@@ -68,8 +68,8 @@ def test_classes_mean_the_same_as_in_python(is_negative, parts):
 
     found = {sign for sign in SIGNS if allows(pattern, sign)}
 
-    # Python refuses a range that ends with a set, such as \w. llguidance reads it as a hyphen and a
-    # set.
+    # Python refuses a range that ends with a set, such as \w. llguidance reads such a range as a
+    # hyphen and a set.
     assert found == {sign for sign in SIGNS if expected.fullmatch(sign)}
 
 

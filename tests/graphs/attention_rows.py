@@ -142,8 +142,8 @@ class AttentionDecoder:
     def replay(
         self, graph: CapturedGraph, rows: list[Row], kv_lens: list[int] | None = None, **other: Any
     ) -> Tensor:
-        """Replay the graph with the rows' true KV lengths, or with ``kv_lens`` if given; return
-        [num_rows, ...].
+        """Replay the graph with the KV lengths ``kv_lens`` (default: the rows' true lengths);
+        return the output of each row, [num_rows, ...].
         """
         self.queue(graph, rows, kv_lens, **other)
         return self.buffers.logits[: len(rows)].cpu()
@@ -163,7 +163,7 @@ class AttentionDecoder:
 
     @staticmethod
     def lens(graph: CapturedGraph, rows: list[Row], longer: int = 0) -> Lens:
-        """Return the padded lengths for a replay in which each row has ``longer`` more tokens."""
+        """Return the padded lengths for a replay, with ``longer`` tokens added to each row."""
         bucket = graph.descriptor.num_tokens
         live = [len(row.tokens) + longer for row in rows]
         padding = [PADDING_KV_LEN] * (bucket - len(rows))

@@ -102,7 +102,7 @@ def test_the_device_has_the_last_step_whatever_was_written_before(
 def test_each_of_two_steps_in_flight_has_its_own_inputs(npu: Any, data: st.DataObject) -> None:
     buffers, step = make_buffers(npu, BUCKETS[-1], steps_in_flight=2), NO_STEP
     device, opener = runtime().current_stream(), runtime().Stream()
-    gates: list[Any] = []  # one event for each step; the device waits for it before the step
+    gates: list[Any] = []  # before each step, the device waits for the step's event
     queued: list[tuple[DeviceStep, HostStep, int]] = []
     try:
         for _ in range(data.draw(st.integers(1, 8))):

@@ -65,8 +65,8 @@ def device(decoder: AttentionDecoder, request: pytest.FixtureRequest) -> Device:
 
 
 def after(count: int) -> Callable[[], bool]:
-    """Return a function whose first ``count`` calls return false, and all later calls true. So only
-    the first ``count`` tasks are opened.
+    """Return a function that returns false in its first ``count`` calls, and then true. So updates
+    are sent ahead only for the first ``count`` tasks.
     """
     asked = iter(range(count))
     return lambda: next(asked, None) is None
@@ -82,7 +82,7 @@ def run(
     longer: int = 1,
     num_ahead: int = LAYERS,
 ) -> int:
-    """Run a step, check its result, and send the next updates ahead.
+    """Run a step, send the updates of the next step ahead, and check the result.
 
     Returns:
         The number of this step's updates that were not sent ahead.

@@ -106,8 +106,8 @@ def test_all_workers_survive_their_engine_and_then_a_group_is_built_anew(checkpo
 def test_where_survivors_make_no_group_another_one_is_built(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """The file of weights is missing, so each new worker fails, in a group with survivors and in a
-    group without survivors.
+    """New workers fail, because the file of weights is missing. So no group can start, neither with
+    survivors nor without survivors.
     """
     directory = copy_of(checkpoint, tmp_path)
     weights, away = directory / "model.safetensors", tmp_path / "away"

@@ -57,8 +57,8 @@ class LoopWorker:
     def end_neighbour(self, pid: int, timeout_s: float) -> bool:
         try:
             handle = os.pidfd_open(pid)
-        # The process has ended and was reaped. A real worker has a handle of the process, which it
-        # opened while the process ran.
+        # The process has ended and was reaped. A real worker opens the handle of the process
+        # earlier, while the process runs.
         except ProcessLookupError:
             return True
         return end_process(handle, timeout_s)

@@ -137,8 +137,8 @@ def test_a_stopped_holder_that_gets_no_question_ends() -> None:
 
 
 def _keep(leaseholder: Engine | Worker, asks: Any, goes_on: Any) -> None:
-    """Send heartbeat questions to an actor while the event ``asks`` is set. Set the event
-    ``goes_on`` after 50 turns of this loop.
+    """Send heartbeat questions to an actor, one per 0.1 s, while the event ``asks`` is set. Set the
+    event ``goes_on`` after about 5 s.
     """
     for number in itertools.count(1):
         if asks.is_set():

@@ -56,7 +56,7 @@ def test_a_listener_that_was_stopped_blames_nobody_for_it() -> None:
 
 
 def test_a_process_that_beats_is_not_silent(heartbeat: SharedHeartbeat) -> None:
-    for _ in range(300):  # more heartbeats than a byte has values
+    for _ in range(300):  # more than 256, the number of values of a byte
         heartbeat.beat()
         assert not clock.is_silent_after(heartbeat, LIMIT_S / 2)
 

@@ -1,5 +1,5 @@
-"""Messages of steps over Unix sockets keep their order and limits. Strangers do no harm, and deaths
-are noticed.
+"""Messages of steps over Unix sockets arrive whole and in order; messages that are too long are
+refused. Strangers do no harm, and deaths are noticed.
 """
 
 from __future__ import annotations

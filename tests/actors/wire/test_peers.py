@@ -194,7 +194,9 @@ def test_a_signed_message_of_another_version_is_refused(world: World) -> None:
     ],
 )
 def test_a_ticket_whose_files_have_no_nodes_is_refused(world: World, holders: Holders) -> None:
-    """The search for the node of such a file would raise an error, which would end the engine."""
+    """If the ticket were accepted, the engine could not find the file's node, and an error would
+    end the engine.
+    """
     key = PeersKey(SECRET)
     offer = key.offer(msgspec.structs.replace(source_of(world), holders=(holders,)), NOW_S)
     assert offer is not None

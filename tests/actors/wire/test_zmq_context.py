@@ -7,7 +7,7 @@ import sys
 
 from tests.ports import free_port
 
-# The peer does not exist, so the message cannot be sent.
+# This program sends a message to a peer that does not exist.
 DROP = """
 import sys
 import zmq
@@ -20,8 +20,8 @@ del socket
 print("dropped")
 """
 
-# The context and its socket are in one reference cycle, and the context is freed first. At that
-# time, the context's weak reference to the socket is already cleared.
+# The context and its socket are in one reference cycle. The garbage collector clears the context's
+# weak reference to the socket, and then frees the context before the socket.
 CYCLE = """
 import gc
 import zmq

@@ -160,7 +160,7 @@ def test_ranks_of_several_hosts_go_on_behind_what_lies_in_their_sockets(start_ra
 def test_a_message_that_is_aborted_before_its_receiver_reads_it_never_arrives(run_ranks):
     """HCCL has two sets of counters. At each abort, it switches to the other set.
 
-    If an abort does not reset a counter, this has an effect only when HCCL uses the counter's set
+    A counter that an abort does not reset causes an error only when HCCL uses the counter's set
     again. So the test aborts several times.
     """
     results = run_ranks(

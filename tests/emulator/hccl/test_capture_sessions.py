@@ -115,8 +115,8 @@ def test_a_capture_that_was_undone_because_it_failed_somewhere_does_not_count(ru
 
 @one_and_two_hosts
 def test_sends_and_receives_are_no_part_of_sessions(run_ranks):
-    """Rank 1 captures two graphs with a send or a receive; each other rank captures one such
-    graph.
+    """Rank 0 captures a send, rank 1 captures a receive and a send in two graphs, and rank 2
+    captures a receive.
     """
     code = """
     y, mine = torch.zeros(8).npu(), []

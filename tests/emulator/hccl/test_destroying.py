@@ -1,6 +1,6 @@
 """A communicator cannot be destroyed while a call uses it. If a communicator is destroyed while
-tasks of ranks wait in it, the waits end. Counters show whether graphs or tasks still used a
-destroyed communicator.
+tasks of ranks wait in it, the waits end. Counters show whether graphs or tasks used a communicator
+when it was destroyed.
 """
 
 import re

@@ -14,7 +14,7 @@ from tests.ports import free_ports
 
 @pytest.fixture(autouse=True)
 def forgotten_roots() -> Iterator[None]:
-    """Remove the files of roots that no rank has joined, as an emulator does when it starts."""
+    """After each test, remove the files that ended roots have left behind."""
     yield
     for path in Path("/dev/shm").glob("meeting_of_emulated_hccl_*"):
         pid = path.name.removeprefix("meeting_of_emulated_hccl_").split("_")[0]
@@ -251,8 +251,8 @@ def test_the_next_root_removes_files_of_a_killed_root(run_script):
 
 
 def test_a_part_of_a_communicator_spans_hosts_as_well(run_ranks):
-    """HcclCreateSubCommConfig makes two communicators: one of ranks 3 and 1, and one of the other
-    ranks.
+    """HcclCreateSubCommConfig makes two communicators. The first has the ranks 3 and 1, and the
+    second has the ranks 0 and 2.
     """
     results = run_ranks(
         BY_HAND.replace(", 2, rank == 0", ", 4, rank == 0")

@@ -55,7 +55,7 @@ def test_ranks_of_two_nodes_work_together_until_their_link_is_cut(start_ranks):
         assert sockets and int(sockets[1]) > 4 * 20000 * 4 * 2, output
         assert "SHARED MEMORY []" in output, output
         assert f"HCCL timeout after 4 s: rank {rank} of 4 in AllReduce" in output, output
-    # The rank that waits for the cut link may be any rank of a node. The other rank of this node
-    # then waits for that rank.
+    # On each node, one of the two ranks waits for a rank of the other node. The second rank waits
+    # for the first rank.
     said = ["".join(output for _, output in results[first : first + 2]) for first in (0, 2)]
     assert re.search("waits for rank [23]", said[0]) and re.search("waits for rank [01]", said[1])

@@ -16,8 +16,8 @@ from tests.emulator.paged import (
     reference,
 )
 
-# The log-sum-exp of a row without keys. It is finite, so that a row that has no keys in any share
-# becomes zero, and not NaN.
+# The log-sum-exp of a row without keys. This value is finite, so that the merged result of a row
+# without keys in all shares is zero, and not NaN.
 FAR_BELOW = -3.4e38
 NAME = "aclnnAttentionUpdate"
 

@@ -135,8 +135,8 @@ def test_without_g_nothing_decays():
     assert torch.equal(out, want) and torch.equal(after, state)
 
 
-# The script gives the operator one decay per channel. torch_npu's documentation excludes this, so
-# the setting ``admit`` switches the emulator's rule off.
+# The script gives the operator one decay per channel. torch_npu's documentation excludes such
+# decays. So the setting ``admit`` switches the emulator's rule against them off.
 CHANNELS = """
 torch.manual_seed(3)
 q, k = (torch.nn.functional.normalize(torch.randn(4, 2, 128), dim=-1).bfloat16() for _ in "qk")

@@ -78,8 +78,8 @@ def test_without_a_mask_padding_travels_like_tokens(results, check):
 
 def test_lanes_have_the_entries_that_the_budget_counts(results):
     # In each of the two layers, three operators of the shared experts run on the side lane: two
-    # products and the activation. ``EXPERTS`` counts these operators, too. So the test adds them to
-    # the count of the main lane.
+    # products and the activation. ``EXPERTS`` counts the operators of both lanes. So the test adds
+    # the counts of the two lanes.
     (first, *_), beside = results((2, 2)), SHARED - 2
     for kind, more in [("all_gather", GATHER), ("all_to_all", ALL_TO_ALL)]:
         main, *others = first["lanes"][kind]

@@ -101,8 +101,8 @@ def test_rotary_mul(dtype, mode):
 
 
 def rotated_by_cache(x, rows, head, mode):
-    """Rotate the first elements of each head of ``x`` by ``rows``, whose halves are cosines and
-    sines.
+    """Rotate the first elements of each head of ``x``. In each row of ``rows``, the first half
+    contains cosines, and the second half contains sines.
     """
     cos, sin = rows.unsqueeze(1).chunk(2, -1)
     heads = x.float().view(x.shape[0], -1, head).clone()
@@ -238,7 +238,7 @@ def test_causal_prefill_after_cached_tokens(rows):
 
 
 def test_a_row_without_keys_pads_a_step(capfd):
-    """vllm-ascend pads steps with rows without keys, and ignores their results."""
+    """To pad a step, vllm-ascend adds rows without keys. It ignores the results of these rows."""
     heads, kv_heads, dim = 4, 2, 64
     pages = Pages([33, 5, 0], kv_heads, dim, 16, torch.bfloat16)
     query = torch.randn(7, heads, dim).bfloat16()

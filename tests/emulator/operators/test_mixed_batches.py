@@ -120,7 +120,7 @@ def test_values_after_the_last_key_of_a_block_are_read(rows, junk):
     query, pages = make([rows, 1], [40, 32])  # the second sequence fills its last block
     last = pages.table[0, 40 // 16].item()
     pages.values[last, 40 % 16 + 2, 0, 5] = junk
-    pages.keys[last, 40 % 16 :] = junk  # the kernel overwrites the scores of these keys
+    pages.keys[last, 40 % 16 :] = junk  # the kernel overwrites these keys' scores
 
     options = {"sparse_mode": 3, "atten_mask": CAUSAL.npu()}
     out, _ = paged_attention(query, pages, [rows, 1], HEADS, KV_HEADS, **options)

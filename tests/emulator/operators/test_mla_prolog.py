@@ -122,7 +122,7 @@ def test_queries_and_cache_are_those_of_separate_operators(is_int8):
     for got, wanted in zip(found, case.expected(), strict=True):
         assert got.dtype == torch.bfloat16 and got.shape == wanted.shape
         largest = wanted.float().abs().amax(-1, keepdim=True)
-        # A value in the latent of a query may be rounded to the neighbouring int8 value.
+        # The operator may round a value of a query's latent to the neighbouring int8 value.
         assert ((got.float() - wanted.float()).abs() <= largest * 2**-6).all()
     assert not found[2].view(-1, WIDTH)[[0, 1, 2, 18, 47]].any(), "other slots are unchanged"
 

@@ -215,8 +215,8 @@ class Layer:
         (rows,) = torch_npu.npu_grouped_matmul(
             [torch_npu.npu_swiglu(inner)], [down[first:end]], **products
         )
-        # Mode 3 allows the index -1, which here stands for an expert of another rank. All rows are
-        # given as the rows of one expert.
+        # Mode 3 allows the index -1, which here stands for an expert of another rank. In this mode,
+        # the rows have the shape [experts, rows, hidden]; the test uses one expert.
         return torch_npu.npu_moe_finalize_routing(
             rows[None], None, None, None, weights.to(x.dtype), index, None, drop_pad_mode=3
         )

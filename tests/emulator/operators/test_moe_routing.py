@@ -174,7 +174,7 @@ def test_without_strictness_ids_below_zero_do_what_the_kernel_does(run_script, c
     index, counts, rows = json.loads(output.partition("ROUTED ")[2])
     if cann == "8.5.0":  # negative ids are left out
         assert index == [3, 0, -1, -1, 2, 1, -1, -1] and counts == [2, 1, 1]
-    else:  # negative ids come first; the kernel writes no counts, so the memory keeps -1
+    else:  # negative ids are sorted first; counts keep the value -1, because the kernel writes none
         assert index == [7, 4, 0, 1, 6, 5, 2, 3] and counts == [-1] * 3
         assert rows == [[2, 3], [2, 3], [6, 7], [6, 7]]
 

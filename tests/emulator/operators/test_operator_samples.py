@@ -1,10 +1,10 @@
-"""With torch's own sample inputs, each operator returns the same results as on the CPU, or it is
-refused.
+"""With torch's own sample inputs, each operator returns the same results as on the CPU, or refuses
+the inputs.
 
-For each operator and type, `data/operator_samples.json` records whether the results were equal. If
-samples were refused, the file also records whether operators of CANN or torch_npu itself refused
-them. The test tries one sample of every fourth operator. With the hypothesis profile "full", it
-tries many samples of all operators. `python tests/emulator/operators/test_operator_samples.py`
+For each operator and type, `data/operator_samples.json` records whether the results were equal. For
+refused samples, the file also records what refused them: the operators of CANN by name, or
+torch_npu. The test tries one sample of every fourth operator. With the hypothesis profile "full",
+it tries many samples of all operators. `python tests/emulator/operators/test_operator_samples.py`
 writes the file anew.
 """
 

@@ -91,9 +91,9 @@ def test_a_quantised_norm_is_that_of_the_sum_before_it_is_rounded(dtype, mask):
 
 
 def test_a_quantised_norm_is_within_two_steps_of_norm_and_quantisation():
-    # Separate norm and quantisation round to bfloat16 twice. Each rounding changes an element, and
-    # the row's largest element, by at most 1 / 256. Together, these four errors are at most 127 * 4
-    # / 256, which is less than two steps of int8.
+    # Separate norm and quantisation round to bfloat16 twice. Each rounding has a relative error of
+    # at most 1 / 256, both in an element and in the row's largest element. Together, these four
+    # errors are at most 127 * 4 / 256, which is less than two steps of int8.
     x, residual, gamma = (torch.randn(*s).bfloat16() for s in ((64, 256), (64, 256), (256,)))
 
     values, scale, total = quantised_norm(x, residual, gamma)

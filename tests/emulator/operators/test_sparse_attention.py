@@ -111,7 +111,7 @@ def test_attention_to_the_chosen_latents(dtype, heads, count, block_size):
 
 
 def test_rows_before_and_after_the_largest_choice():
-    """The second request ends with a row that sees one key more than the operator can choose."""
+    """The operator can choose 2048 keys. The last row of the second request sees 2049 keys."""
     step = Step(heads=1, index_heads=1, block_size=128, key_lengths=(2047, 2049), queries=(1, 2))
     chosen = step.choose(2048).cpu()
 

@@ -60,8 +60,8 @@ def test_the_removed_tokens_are_the_same_as_after_a_full_sort(kind, dtype):
 
 
 def test_near_ties_of_top_p_are_cut_as_by_a_sort():
-    # Four equal logits give four probabilities of 0.25, and ``p`` is a multiple of 0.25. So the
-    # rounding of a sum could decide whether a token is kept.
+    # Four equal logits give four probabilities of 0.25, and ``p`` is a multiple of 0.25. So a sum
+    # of probabilities is equal to ``p``, and an error of rounding could remove or add a token.
     logits = torch.zeros(1, 4)
     for parts in range(1, 4):
         p = torch.tensor([parts / 4])

@@ -52,7 +52,7 @@ for probe in PROBES:
 
 def test_a_file_admits_each_rule_that_a_probe_asks_about(run_script, tmp_path):
     parts = [probe.rule for probe in PROBES if probe.rule]
-    parts.append("CANN 8.5 does not have this operator")  # one of the calls also breaks this rule
+    parts.append("CANN 8.5 does not have this operator")  # one probe's call breaks this rule, too
     rules = tmp_path / "rules.toml"
     rules.write_text(f"[settings]\nadmit = {json.dumps(parts)}\n")
 

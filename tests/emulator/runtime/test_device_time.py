@@ -176,7 +176,7 @@ def test_a_collective_ends_on_all_ranks_after_the_latest_has_come(run_ranks):
     for status, output in results:
         assert status == 0, output
         told += [json.loads(line[5:]) for line in output.splitlines() if line.startswith("JSON ")]
-    share = (1 << 20) * 2 / 2  # bytes that each of the two ranks first reduces, and then gathers
+    share = (1 << 20) * 2 / 2  # half of the bytes: each of the two ranks reduces one half
     cost_ms = 0.010 + 2 * (0.0005 + share / (28e9 * 0.7) * 1e3)
     assert [t["ms"] for t in told] == pytest.approx([30 + cost_ms] * 2, abs=1e-3)
     assert told[0]["waited_ms"] >= 20

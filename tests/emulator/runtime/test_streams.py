@@ -155,9 +155,9 @@ def test_more_graphs_than_queues_replay_and_the_oldest_idle_ones_are_rebound(run
     assert status == 0, output
     assert "CAPTURED [1024, 0, 0]" in output and "REPLAYED [1024, 1024, 1030]" in output
     # Graphs lose their queues in the order in which the graphs were created, no matter when they
-    # last ran. At first, six graphs have lost their queues. When the first graph gets queues again,
-    # the seventh graph loses its queues. When the seventh graph then gets queues again, the first
-    # graph loses its queues, although it ran last.
+    # last ran. At first, graphs[0] to graphs[5] have lost their queues. When graphs[0] runs again,
+    # graphs[6] loses its queues. When graphs[6] then runs again, graphs[0] loses its queues,
+    # although it ran last.
     assert "WARM 1030" in output and "COLD 1031" in output and "LOST 1032" in output
     assert "NOT LRU 1033" in output and "SUM 1035.0" in output
 

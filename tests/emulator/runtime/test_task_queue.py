@@ -1,8 +1,8 @@
 """What happens after a refused call, with torch_npu's task queue off and on.
 
 If TASK_QUEUE_ENABLE is 1 or more, torch_npu launches operators in a separate thread. If a launch
-fails there, this thread skips all later work without an error. So when the emulator refuses a call
-in this thread, it lets the launch succeed and stops the device.
+fails there, this thread skips all later work without an error. So a call that the emulator refuses
+in this thread returns success, and the emulator stops the device.
 """
 
 import textwrap
@@ -59,8 +59,8 @@ def test_work_after_refused_arguments_is_right_or_fails_by_its_name(run_queued):
 
 
 def test_a_refusal_does_not_abort_the_process(run_queued):
-    """Dropout uses a side stream. torch_npu leaves this stream in a destructor, where an error
-    would end the process.
+    """Dropout uses a side stream. A destructor of torch_npu switches back from this stream. An
+    error in a destructor would end the process.
     """
     status, output = run_queued("""
         from torch.nn.functional import dropout

@@ -3,7 +3,7 @@ and tokens.
 
     python tests/emulator/scripts/decode_step.py [batch ...]
 
-Prints the milliseconds of a replay in which attention lengths are updated, and of a replay without
+Prints the times of two replays in milliseconds: with updates of attention lengths, and without
 updates.
 """
 

@@ -2,9 +2,9 @@
 verdict per line.
 
 Arguments: the largest number of samples for each operator and type, then the names of operators. A
-verdict is "VERDICT" and a JSON list: name, type, number of samples with equal results, names of
-what refused samples (operators of CANN, or torch_npu), and errors. If an operator stops the device,
-the script ends. The caller then starts the script again with the next operator.
+verdict is "VERDICT" and a JSON list: name, type, number of samples with equal results, sources of
+refusals (operators of CANN, or torch_npu), and errors. If an operator stops the device, the script
+ends. The caller then starts the script again with the next operator.
 """
 
 import json
@@ -27,8 +27,8 @@ REFUSALS = (
     r"GE operator (\w+)",
     r"(acl\w+) or \w+ not in libopapi.so",
 )
-# Some errors are raised by torch or torch_npu before any operator is launched. An error whose text
-# contains one of these words is such an error.
+# These words are in the text of errors that torch or torch_npu raises before any operator is
+# launched.
 FRONT = (
     "not supported|[Uu]nsupported|[Ee]xpected|[Nn]ot [Ii]mplemented|[Cc]ould not run|"
     "does not support|must be|should be|only support|don't|doesn't"

@@ -30,8 +30,8 @@ ARENA = 1024
 PLACES = st.sampled_from([0, 1, 255, 256, 257, 511, 512, 513])
 LENGTHS = st.sampled_from([1, 255, 256, 257, 512])
 ENGINES = st.integers(0, 2)
-# A span lies in, or near, a registered range at each end. The span is drawn as the indices of both
-# ranges, a shift of its local place, and a change of its length.
+# A span begins in, or near, a registered range of each engine. A test draws four numbers for a
+# span: the index of each range, a shift of the local offset, and a change of the length.
 SHIFTS = st.sampled_from([0, 0, 0, 0, 0, 1, -1])
 SPANS = st.lists(
     st.tuples(st.integers(0, 8), st.integers(0, 8), SHIFTS, SHIFTS), min_size=1, max_size=3

@@ -110,8 +110,8 @@ def test_the_text_part_of_a_model_with_images_equals_that_of_transformers(
 
 @pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM"])
 def test_weights_in_fp8_are_those_of_floats(npu: Any, tmp_path: Path, architecture: str) -> None:
-    """Weights in FP8 are found by their names, with the right scales, even if heads are reordered
-    for the rotation.
+    """Each FP8 weight is multiplied by its own scales, even if the weight's heads are reordered for
+    the rotation.
     """
     from transformers import AutoModelForCausalLM
 
@@ -163,8 +163,8 @@ def test_qwen3_5_as_published_beside_an_encoder_of_images(
 
 @pytest.mark.parametrize("stored", ["another", "equal", "absent"])
 def test_the_whole_model_decides_about_a_tied_head(npu: Any, tmp_path: Path, stored: str) -> None:
-    """In the configuration of the whole model, the head is tied; in the configuration of the text
-    model, it is not tied. transformers saves such files. A stored head is used only if it differs
+    """transformers saves files in which two configurations disagree: the head is tied in the whole
+    model's configuration, but not in the text model's. A stored head is used only if it differs
     from the embedding.
     """
     model, prompts = make_mistral3(tmp_path), make_prompts([40, 3])

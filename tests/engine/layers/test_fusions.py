@@ -98,7 +98,7 @@ def test_products_with_swiglu_in_int8_and_their_twin_differ_by_a_step(
     fused = Int8SwigluProduct.replacing(product)(rows, list_)
     separate = ActivatedProduct(product)(rows, list_)
 
-    # The twin rounds the results of gate and up, and of SwiGLU.
+    # Only the twin rounds intermediate results to bfloat16: gate, up, and SwiGLU.
     step = fused.scales.cpu()[:, None]
     largest = dequantised(separate).abs().amax(-1, keepdim=True)
     bound = step + 6 * HALF_A_STEP_OF_BFLOAT16 * largest
@@ -139,8 +139,8 @@ def decide(npu: Npu, chosen: Any) -> Fusions:
     return Fusions.decide(config, Chip(npu.name, npu.cann), installed_name())
 
 
-# The number of launches that a fusion saves at each of its places. Fusions that are not in this
-# table save one.
+# For each fusion, the number of launches that it saves per place in the model. Each fusion that is
+# not in this table saves one launch.
 SAVED = {"expert_swiglu_quant": 2, "nz_weights": 0}
 
 

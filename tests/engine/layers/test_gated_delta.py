@@ -149,7 +149,8 @@ def test_a_part_of_a_prompt_may_read_one_slot_and_write_another(
     assert_close(layer, again, expected(oracle, rows)[5:])
 
 
-# PAIRS_ACCEPTED has nine triples. At each pair of positions, they have all pairs of values.
+# PAIRS_ACCEPTED has nine triples. For any two positions, the triples contain all nine pairs of
+# values.
 ALL_ACCEPTED = list(product([1, 2, 3], repeat=3))
 PAIRS_ACCEPTED = [(a, b, c) for a, b, c in ALL_ACCEPTED if (a + b + c) % 3 == 0]
 

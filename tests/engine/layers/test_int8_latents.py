@@ -1,5 +1,5 @@
-"""Latent attention to all keys of an int8 cache: in which blocks the attention reads keys, and how
-many operators it runs.
+"""Latent attention to all keys of an int8 cache: the order of blocks, the values that are read, and
+the number of operators.
 """
 
 from __future__ import annotations

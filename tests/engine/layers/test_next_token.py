@@ -66,7 +66,7 @@ def test_the_module_of_a_hybrid_is_a_decoder_of_one_layer_over_mixed_inputs(
 def one_layer_of_transformers(
     model: Any, directory: Path, tokens: list[int], hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the next-token module of a Qwen hybrid with a decoder layer and norms of
+    """Compute the results of a Qwen hybrid's next-token module, by a decoder layer and norms of
     transformers.
 
     transformers itself ignores the weights of this module.
@@ -122,8 +122,8 @@ def theirs(model: Any, directory: Path, tokens: list[int], hidden: torch.Tensor)
     from transformers.modeling_layers import MtpModel
 
     last = model.config.num_hidden_layers
-    # transformers skips the weights of next-token modules by their layer number. It knows only the
-    # layer numbers of published models.
+    # transformers must skip the weights of next-token modules. It has a list of their layer
+    # numbers, but only for published models.
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{last}.*"]
     model.config.name_or_path, model.config.dtype = str(directory), torch.float32
     module = MtpModel.from_pretrained(model).eval()

@@ -62,8 +62,9 @@ class Case:
     run in a step before the queries.
 
     Attributes:
-        kind: what the ranks share. "heads": each has some of the heads and a shard of the cache.
-            "prompts": each computes a part of each prompt. "both": the two together.
+        kind: what the ranks share. "heads": each rank has some of the heads and a shard of the
+            cache. "prompts": each rank computes a part of each prompt. "both": each rank has a
+            shard of the cache, and computes a part of each prompt.
     """
 
     shards: Shards
@@ -76,7 +77,7 @@ class Case:
         ranks.
 
         Args:
-            graph: the graph whose metadata the step of the queries uses; None for an eager step.
+            graph: the step of the queries uses this graph's metadata; None for an eager step.
         """
         ranks = ThreadRanks.of(self.num_ranks, share_prompts=self.kind == "both")
         found: list[Any] = ranks.run(lambda rank, context: self._on_rank(npu, rank, context, graph))

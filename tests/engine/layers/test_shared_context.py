@@ -40,7 +40,8 @@ class Case:
     earlier tokens).
 
     Unwritten slots of the cache contain very large values, which change the result if a query
-    attends to them by mistake. (NaN would change the result even with a weight of zero.)
+    attends to them by mistake. The slots do not contain NaN, because NaN changes the result even if
+    its weight is zero.
     """
 
     shards: Shards
@@ -145,8 +146,8 @@ class Case:
 
 
 def _padded(step: DeviceStep, count: int) -> DeviceStep:
-    """Return the step, padded to ``count`` as for a graph: padding has the dummy block, position 0,
-    and slot -1.
+    """Return the step with ``count`` tokens and requests of padding, as in a graph. Each has the
+    dummy block, position 0, and slot -1.
     """
 
     def grown(x: Tensor, value: int) -> Tensor:

@@ -176,8 +176,8 @@ def test_attention_to_int8_latents_is_attention_to_their_values(npu: Any, layers
     assert ((rows[:, :512] * scales - exact).abs() <= scales * 0.5001).all()
     keys = rows[:, 512 : 512 + 256].contiguous().view(torch.float32)
     assert torch.equal(keys, floats.rope_keys.flatten(0, 2).cpu()[slots])
-    # Each query sees only its own key, so the attended latent is the latent that was written for
-    # it.
+    # Each query sees only its own key, so the expected result is computed from the latent of this
+    # key.
     values = attention.sparse.values.cpu()
     wanted = torch.einsum("nc,hdc->nhd", rows[:, :512] * scales, values)
     torch.testing.assert_close(found[1], wanted, atol=1e-4, rtol=1e-4)

@@ -93,7 +93,7 @@ class Row:
         known: Any = SimpleNamespace(samples=np.zeros(self._k + 1, np.intp))
         table = np.array([[*drafts, *[0] * (self._k - len(drafts))]]) if self._k else None
         masks = self.matchers.masks(step, known, table)
-        # If the row's masks came too late, the row begins again with all its tokens.
+        # If the row's masks were not computed in time, the row begins again with all its tokens.
         while (report := self.matchers.take_report()).unmasked:
             self._batch.num_tokens[0] = first
             self.begin()
@@ -175,7 +175,7 @@ def test_a_request_that_begins_its_row_again_does_not_compile_its_grammar_again(
         assert (row.masks()[0] == fresh_mask(grammar, row.output)).all()
     assert len(compiled) == 1
 
-    row.serve("b")  # for another request, the grammar is compiled again
+    row.serve("b")  # another request; its grammar is compiled again
     assert (row.masks()[0] == fresh_mask(grammar, row.output)).all()
     assert len(compiled) == 2
 

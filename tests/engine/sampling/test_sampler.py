@@ -29,7 +29,7 @@ def make_logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """A place for sampling, behind the request's tokens and the first ``num_drafts`` drafts."""
+    """A position at which a token is sampled: after the request and ``num_drafts`` drafts."""
 
     sampling: RowSampling
     token_ids: np.ndarray

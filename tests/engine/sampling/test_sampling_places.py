@@ -111,7 +111,7 @@ def test_a_worker_with_earlier_steps_samples_like_a_new_worker(
     coming: list[tuple[Worker, ComingOutput, Worker, ComingOutput]] = []
     for _ in range(data.draw(st.integers(1, 14))):
         rows = () if last is None else last.sampled_rows.tolist()
-        ended = 0  # used as the token of a row whose request has ended
+        ended = 0  # any token id, for rows whose request has ended
         latest = [group.rows[row].tokens[-1] if row in group.rows else ended for row in rows]
         plan = group.decide()
         for start in plan.started:

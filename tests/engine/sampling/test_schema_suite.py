@@ -99,5 +99,5 @@ def test_answers_are_valid(npu: Any, share: int) -> None:
 
 
 def test_the_documented_version_of_the_library_is_installed() -> None:
-    """docs/use/structured.md names a version of the library, for which its table is valid."""
+    """The table in docs/use/structured.md is valid for this version of the library."""
     assert llguidance.__version__ == "1.9.1"

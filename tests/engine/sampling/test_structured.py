@@ -108,8 +108,8 @@ SAMPLINGS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def runners(npu: Any) -> list[tuple[int, GraphPlan, ModelRunner]]:
-    """Runners that differ in the number of drafts (0 to 3), in the steps in flight (one or two),
-    and in graphs.
+    """Runners with different numbers of drafts (0 to 3) and of steps in flight (one or two), with
+    or without graphs.
     """
     found = []
     for k, in_flight, has_graphs in (

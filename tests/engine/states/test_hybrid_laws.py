@@ -60,8 +60,8 @@ undone = st.sets(st.integers(0, 30), max_size=3)
 def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
     """Return a function that must be called after each turn.
 
-    The function fills stale slots with NaN. After the turns whose numbers are in ``turns``, it also
-    undoes the steps in flight.
+    After each turn whose number is in ``turns``, the function first undoes the steps in flight. It
+    always fills stale slots with NaN.
     """
     number = -1
 
@@ -77,8 +77,8 @@ def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
 
 
 def poison(runner: ModelRunner) -> None:
-    """Fill all recurrent states with NaN, which failed requests can leave behind. Results must not
-    change.
+    """Fill all recurrent states with NaN, because failed requests can leave NaN there. Results must
+    not change.
     """
     for states in runner.caches.state_tensors():
         states.fill_(torch.nan)

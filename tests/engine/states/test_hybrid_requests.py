@@ -60,8 +60,8 @@ def test_a_checkpoint_is_written_before_the_result_is_sent(
 def test_the_last_token_of_a_prompt_changes_the_state_by_one_rule(
     npu: Any, hybrid: Path, monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
-    """A new request samples a token after its prompt. A request that continues in another group
-    samples no token there.
+    """A new request samples a token after its prompt. A request that continues in another group has
+    its next token already, so it samples none.
     """
     runner = make_runner(npu, hybrid, 4)
     states, noted = runner._states, list[StateMetadata]()
@@ -116,7 +116,7 @@ def same_rows(states: Tensor, others: Tensor) -> bool:
 
 
 def test_two_requests_that_start_from_one_checkpoint_diverge(npu: Any, hybrid: Path) -> None:
-    """After the checkpoint from which both start, the two requests have different tokens."""
+    """Both requests start from the same checkpoint, but continue with different tokens."""
     prefix, *rests = make_prompts([32, 5, 5])
     prompts = [prefix + rest for rest in rests]
     runner = make_runner(npu, hybrid, 4)

@@ -91,7 +91,7 @@ class Traffic:
             assert tokens == self.expected[prompt][: len(tokens)]
 
     def exchange_graphs(self) -> None:
-        """Between two steps, release a graph or capture a released one again."""
+        """Between two steps, choose a graph; release it, or capture it again if it was released."""
         while self.runner.is_busy:
             self.take(self.scheduler.update([self.runner.finish()]))
         graph, dispatcher = self.chance.choice(self.plan.capture_order), self.scheduler.dispatcher

@@ -71,8 +71,8 @@ class Recorder:
         return over.hidden + over.token_ids.unsqueeze(1) + 1
 
     def _places(self) -> tuple[list[int], list[int]]:
-        """For each place, return the first checked position of its request, and the slot of the
-        request's position 0.
+        """Return two lists with one entry per place: the first checked position of the place's
+        request, and the slot of the request's position 0.
         """
         places = [request for request in self._requests for _ in range(self._num_places)]
         return [first for first, _ in places], [slot for _, slot in places]

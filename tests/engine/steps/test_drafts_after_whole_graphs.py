@@ -1,4 +1,4 @@
-"""Law: with drafts, mode FULL also runs mixed batches in full graphs. This changes no token."""
+"""Law: in mode FULL with drafts, full graphs of mixed batches give the tokens of eager steps."""
 
 from __future__ import annotations
 

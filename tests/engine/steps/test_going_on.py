@@ -42,9 +42,7 @@ class Row:
 
 @dataclass
 class Group:
-    """Decides random steps, which are like the steps of a scheduler with one or two steps in
-    flight.
-    """
+    """Makes random steps, in place of a scheduler with one or two steps in flight."""
 
     data: st.DataObject
     tokens_per_block: int
@@ -108,9 +106,7 @@ class Group:
         return RankBatch(pack_ints(records), pack_ints(appended), pack_ints(blocks), tuple(started))
 
     def from_nothing(self, place: ContextPlace, sampled: HostStep | None) -> InputBatch:
-        """Return a new batch. The batch gets all rows at once. It also stores which rows the last
-        step has sampled.
-        """
+        """Return a new batch with all rows, and with the rows that the last step has sampled."""
         batch = InputBatch(ROWS, MAX_LEN, place, LATEST, self.num_drafts)
         starts = tuple(row.start(index) for index, row in self.rows.items())
         batch.apply(RankBatch(b"", started=starts))

@@ -35,7 +35,7 @@ def runner(npu: Any, checkpoint: Path) -> ModelRunner:
 @pytest.fixture
 def guessing(npu: Any, checkpoint: Path) -> ModelRunner:
     """A runner with one step in flight. During the step, the runner guesses the lengths of the next
-    step, and sends them ahead.
+    step, and sends updates with these lengths.
     """
     scheduler = {"max_num_seqs": 8, "steps_in_flight": 1}
     return make_runner(npu, checkpoint, settings={"dtype": "float32", "scheduler": scheduler})
@@ -285,4 +285,4 @@ def test_a_result_tells_how_long_only_the_device_has_delayed_it(
 
     assert [result.step for result in results] == [2, 3]
     assert results[0].waited_us > 0
-    assert results[1].waited_us == 0  # no further step was queued behind it
+    assert results[1].waited_us == 0  # no later step was queued

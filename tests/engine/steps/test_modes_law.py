@@ -209,7 +209,8 @@ def test_every_mode_of_sparse_attention_gives_the_tokens_of_eager_steps(
 def test_padding_that_is_longer_than_any_request_runs_no_graph(
     npu: Any, request: pytest.FixtureRequest, model: str
 ) -> None:
-    # If all rows are in use, the graph has one padding request, which gets all padding tokens.
+    # If all rows are in use, all padding tokens belong to one padding request, which is then too
+    # long for the graph.
     plan = make_plan(MAX_LEN * 2, mode="FULL", max_num_seqs=MAX_SEQS)
     runners = make_runners(npu, request.getfixturevalue(model), {"FULL": plan})
     arrivals = [Arrival(0, tuple(range(7 * i, 7 * i + 5)), 2 + i, None) for i in range(MAX_SEQS)]

@@ -31,7 +31,7 @@ from tests.plans import make_plan
 from tests.unit.scheduler.requests import submit
 
 DEMO = Path(__file__).parents[3] / "models" / "tiny-deepseek"
-STOPS = tuple(range(0, 832, 9))  # so many stop tokens that some requests generate one
+STOPS = tuple(range(0, 832, 9))  # many, so that some requests generate a stop token
 SAMPLINGS: list[dict[str, Any]] = [
     {"logprobs": 2},
     {"temperature": 1.0, "seed": 3, "stop_token_ids": STOPS, "logprobs": 0},
@@ -108,7 +108,7 @@ def play(
             if request.abort_at == step:
                 scheduler.abort(str(index))
         if step in changes:
-            while runner.is_busy:  # an engine also waits like this before it changes graphs
+            while runner.is_busy:  # an engine waits, too, before it changes graphs
                 note(got, scheduler.update([runner.finish()]))
             for index in changes[step]:
                 change(runner, dispatcher, index)

@@ -15,8 +15,8 @@ from dist_aclgraph.models.checkpoint import Checkpoint
 BLOCK = 128
 SHAPE = (300, 200)  # no dimension is a multiple of BLOCK
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-# Largest relative error: the mantissa has three bits, and rounding changes it by at most half of
-# its last bit.
+# Largest relative error. The mantissa has three bits, and rounding changes the mantissa by at most
+# half of the third bit.
 ERROR = 2**-4
 
 
@@ -52,8 +52,8 @@ def test_the_whole_is_within_half_a_bit_of_its_reference(
 ) -> None:
     read = checkpoint.read("w", SHAPE)
 
-    # For values below the block's smallest normal FP8 number, the absolute error is limited, and
-    # not the relative error.
+    # Values below the block's smallest normal FP8 number have a limited absolute error. Their
+    # relative error has no limit.
     smallest = torch.finfo(torch.float8_e4m3fn).smallest_normal / LARGEST * weight.abs().max()
     assert ((read - weight).abs() <= ERROR * weight.abs() + ERROR * smallest).all()
     assert not torch.equal(read, weight)

@@ -43,8 +43,8 @@ from tests.int4_checkpoints import (
     rewrite,
 )
 
-# The sizes are multiples of 256, the largest group of weights with one scale. On each rank, they
-# are multiples of 8.
+# The sizes are multiples of 256, the largest group of weights with one scale. Each rank's part of a
+# size is a multiple of 8.
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 MOE = SIZES | {"moe_intermediate_size": 256}
 MODELS: dict[str, dict[str, Any]] = {
@@ -75,8 +75,8 @@ def described(kind: str, group: int | None) -> dict[str, Any]:
     return {"kind": kind, "description": {"version": "1.0.0", "group_size": group or 0}}
 
 
-# Models whose inputs of products (rows) are not quantised. For each: architecture, writer of its
-# weights in a published format, and further arguments.
+# Models in which only weights are quantised; the inputs of products (rows) are floats. For each
+# model: architecture, writer of weights in a published format, and further arguments.
 FLOAT_ROWS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "Kimi K2": (
         "DeepseekV3ForCausalLM",
@@ -186,8 +186,8 @@ def test_logits_with_int8_rows_are_those_of_the_same_values_in_int8(
         for directory in (in_int4, in_int8)
     )
 
-    # Both models multiply the same integers, without rounding. Only the float32 sums can have other
-    # rounding errors, which seldom changes a result in bfloat16.
+    # Both models multiply the same integers, without rounding. Only the rounding errors of float32
+    # sums can differ. They seldom change a result in bfloat16.
     assert relative_error(got, want) < 0.005
 
 

@@ -62,8 +62,8 @@ def weight() -> Tensor:
 
 
 def one_sign(weight: Tensor) -> Tensor:
-    """Make the weights of every second output positive, so that an error in a sum of weights
-    becomes large.
+    """Make the weights of every second output positive. Then the sum of these weights is large, and
+    an error in this sum is noticed.
 
     The weights of different outputs have very different sizes, so that another output's scale would
     also give a large error.

@@ -181,8 +181,8 @@ def test_a_rank_holds_the_caches_and_step_buffers_that_were_computed(
 def test_of_a_cache_whose_requests_are_computed_again_nothing_is_left(
     npu: Npu, checkpoint: Path
 ) -> None:
-    """Memory that was repaired has undefined contents. A NaN behind a request's last key could
-    spread to results.
+    """Repaired memory has undefined contents, for example NaN. If NaN is stored after a request's
+    last key, it can make results NaN.
     """
     runner = make_runner(npu, checkpoint)
     device = Mock()

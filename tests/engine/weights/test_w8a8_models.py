@@ -47,11 +47,10 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3MoeForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {"rope_interleave": False}),  # outputs are reordered while loading
-    # This model's outputs are also reordered, its matrices have other names, and all its layers
-    # have experts.
+    # In this model, outputs are reordered, matrices have other names, and all layers have experts.
     ("MiniMaxM2ForCausalLM", {"num_hidden_layers": 2}),
-    # The prompt has fewer keys than index_topk, so all are chosen. Otherwise, rounded scores could
-    # choose other keys.
+    # The prompt has fewer keys than index_topk, so attention chooses all keys. With more keys, a
+    # rounded score could change the choice.
     ("GlmMoeDsaForCausalLM", {"index_topk": 64}),
 ]
 
