@@ -215,8 +215,8 @@ def measure(
 
 
 def summary(turns: Sequence[Times]) -> dict[str, Any]:
-    """Return, for each percentile, its median over the turns; the value is None if the load
-    measures no such times.
+    """Return percentiles of the measured times, each as the median over the turns. A percentile is
+    None if the load does not measure these times.
     """
     row: dict[str, Any] = {}
     for what in ("first", "gap", "total"):

@@ -58,7 +58,8 @@ def share_cores(
 
 
 def shares_here(config: DeviceConfig) -> list[frozenset[int]]:
-    """Return the cores of each NPU of this machine, in the order of the NPUs' ids.
+    """Return, for each NPU of this machine, the host's CPU cores for its rank, in the order of the
+    NPUs' ids.
 
     Raises:
         NotBoundError: ranks are not bound on this machine.

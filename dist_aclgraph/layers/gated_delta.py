@@ -133,7 +133,8 @@ class GatedDelta:
         n, heads, d = mixed.shape[0], 2 * self.num_key_heads, self.key_dim
         v = mixed[:, heads * d :].to(beta.dtype).view(n, self.num_value_heads, self.value_dim)
         rows = mixed[:, : heads * d].reshape(n, heads, d)
-        # ``UNIT_EPS`` belongs to a sum of ``d`` squares; the norm adds an epsilon to the mean.
+        # The published formula adds ``UNIT_EPS`` to the sum of ``d`` squares. The operator adds its
+        # epsilon to the mean of the squares, so ``UNIT_EPS`` is divided by ``d``.
         rows = torch.ops.npu.npu_rms_norm(rows, self.unit, UNIT_EPS / d)[0].to(beta.dtype)
         q, k = rows.chunk(2, 1)
         return DeltaInputs(q, k, v, g, beta)

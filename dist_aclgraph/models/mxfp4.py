@@ -9,7 +9,7 @@ from torch import Tensor
 
 # endings of the names of tensors: values, powers
 BLOCKS, SCALES = "_blocks", "_scales"
-STORED = ("U8",)  # safetensors' name of the stored type of values and powers
+STORED = ("U8",)  # the type in which safetensors files store values and powers
 GROUP = 32  # number of values that share a power
 _BIAS = 127  # A stored power is the exponent of two plus this number.
 # The magnitude for each code of E2M1. A code has a sign bit, two exponent bits and a mantissa bit.

@@ -262,7 +262,8 @@ class BlockCopies:
             source: the group from which the other nodes fetch missing files.
         """
         wanted, asks_others = hashes[first:], self.elsewhere.must_ask(source)
-        # Look up no files if no block remains, or if other nodes must answer while jobs are late.
+        # Look up no files in two cases: no block remains to look up; or the look-up would ask other
+        # # nodes, but the copy jobs already take too long.
         if not wanted or (asks_others and self._is_late):
             return lambda: first
         answers: list[Answer[int]] = []

@@ -93,8 +93,8 @@ class GroupCopies:
         return self.ranks[request.dp_rank].have_ended(request.hashes)
 
     def stop_fetching(self, dp_rank: int) -> int:
-        """Stop all waits of requests for copy jobs of a data-parallel rank, until one of these jobs
-        ends.
+        """Let no request wait for the copy jobs of a data-parallel rank any more. Requests may wait
+        again after one of these jobs has ended.
 
         Returns how many requests were waiting for blocks from files.
         """

@@ -46,7 +46,7 @@ from dist_aclgraph.simulate.tally import LastStep, Tally, WatchedDispatcher
 from dist_aclgraph.simulate.times import StepTimes
 from dist_aclgraph.steps.step import RowSampling, StepPlan, StepResult
 
-IDLE_POLL_S = 0.1  # seconds between two graph changes of an idle group
+IDLE_POLL_S = 0.1  # seconds between captures or releases of graphs, if a group is idle
 MAX_VERSIONS = 256  # maximum number of plan versions in the result; the oldest versions are dropped
 STEPS_BETWEEN_LOOKS = 512  # number of steps between two calls of ``on_progress``
 # ``RankBatch.scheduled`` consists of records. LOGITS is the index of num_logits in a record, and

@@ -21,7 +21,7 @@ from tests.serve.openai.test_kv_transfer import DECODE_ELSEWHERE
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 BLOCK, NUM_TOKENS = 16, 12
-HOST = "127.0.0.5"  # the address at which the first service sends files
+HOST = "127.0.0.5"  # the address at which the first service listens to send files
 FILES = f"kv.block_size={BLOCK}", "kv.host_gib=0.05", "graph.sizes=[4]"
 firsts = count(300)  # the first token of each prompt differs, so that no two prompts share a prefix
 Params = dict[str, Any]

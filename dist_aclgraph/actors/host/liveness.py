@@ -189,7 +189,9 @@ class Lease:
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:
-        """Record that a question has arrived. If the question cannot be old, renew the lease."""
+        """Record that a question of the giver has arrived. Renew the lease if the giver must have
+        sent the question after the holder's last stop.
+        """
         with self._lock:
             now_s = self._see()
             self._number = number

@@ -49,7 +49,7 @@ class EngineLink:
         link_s: time limit in seconds. An engine that is silent for longer counts as dead.
 
     Attributes:
-        is_welcome: whether the engine has answered on this connection, and serves.
+        is_welcome: whether the engine has answered on this connection that it accepts requests.
         is_lost: whether this connection has ended. The caller that catches the error sets this
             attribute.
         loss_kind: the reason why the connection was lost. ``receive`` and ``beat`` set this

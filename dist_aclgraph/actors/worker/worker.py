@@ -374,9 +374,9 @@ class Worker:
         rank.runner.launch(step, rank.joined.group_rank, report)
 
     def open_node_files(self, settings: NodeFilesSettings) -> NodeServer | None:
-        """Begin to look up, fetch and serve the files of KV blocks on this node. The worker does
-        this work until its next step loop ends. Return the server for other groups. Raises the same
-        errors as ``NodeFiles``.
+        """Begin to look up, fetch and serve the files of KV blocks on this node. This work stops
+        when the step loop ends that starts next. Return the server for other groups. Raises the
+        same errors as ``NodeFiles``.
         """
         self._node_files = NodeFiles(self._config, settings)
         if self._copies is None and self._config.kv.host_gib:

@@ -1,4 +1,5 @@
-"""How CANN counts streams with new drivers: a graph has queues only while it runs.
+"""How CANN counts streams and queues with new drivers: a graph has no queues before it first runs,
+and may lose its queues while it is idle.
 
 A capture uses one stream id for each lane (captured stream), as with old drivers. A graph gets
 queues when it runs. If too few queues are free, idle graphs lose their queues, and the graphs that

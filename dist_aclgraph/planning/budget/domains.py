@@ -14,8 +14,8 @@ MOST_AICPU_RANKS = 16
 def streams_per_domain(expansion: HcclExpansion, num_ranks: int) -> int:
     """Return the number of streams that a domain uses in total, however many graphs there are.
 
-    With AIV, a domain uses one stream. With FFTS, a domain uses two streams. The formulas count
-    these streams for each group. AICPU uses one stream for each other rank of the domain. A domain
+    With AIV, a domain uses one stream. With FFTS, a domain uses two streams; vllm-ascend's formulas
+    also count them per domain. AICPU uses one stream for each other rank of the domain. A domain
     with more than sixteen ranks is counted as a domain with sixteen ranks. For AICPU, vllm-ascend's
     comments describe this number as the worst case ("per domain on the device (worst case)").
     """
