@@ -1,8 +1,9 @@
 """``make bench-vllm-ascend``: times of streamed tokens over HTTP, compared with vllm-ascend.
 
 Both services run a model without weights on the emulated NPU, with equal settings. They take turns
-with equal loads. The device is modelled (``docs/develop/device-time.md``), or leaves out all
-kernels; the host is real. The figures say nothing about an NPU.
+with equal loads. The emulated device either models the times of kernels
+(``docs/develop/device-time.md``), or runs no kernels. The host is real. The figures say nothing
+about an NPU.
 """
 
 from __future__ import annotations
@@ -215,8 +216,8 @@ def measure(
 
 
 def summary(turns: Sequence[Times]) -> dict[str, Any]:
-    """Return, for each percentile, its median over the turns; the value is None if the load
-    measures no such times.
+    """Return each percentile of each kind of times, as the median over the turns; None if the load
+    does not measure this kind of times.
     """
     row: dict[str, Any] = {}
     for what in ("first", "gap", "total"):
