@@ -3,8 +3,9 @@ DIR...``.
 
 A DIR is a checkpoint with a tokenizer_config.json, or a folder of templates (*.jinja). Each
 template renders conversations in which the assistant has called tools. For each template, the
-service chooses a format of calls. The parser of this format must find the same calls in the
-rendered turn of the assistant, because a model writes its calls in the way its template does.
+service chooses a format of calls. A model writes calls in the form that its template uses. So the
+parser of the chosen format must find the conversation's calls in the rendered turn of the
+assistant.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def turn(template: ChatTemplate, calls: list[Call], content: str) -> str:
     # A template can write more text, such as white space, after the last message.
     pairs = enumerate(zip(asked, whole, strict=False))
     text = whole[next((i for i, (one, other) in pairs if one != other), len(asked)) :]
-    # The head may also contain the beginning of the reasoning, but a turn in the history may have
-    # no reasoning.
+    # ``head`` may also contain the beginning of a reasoning. If the turn has no reasoning, this
+    # beginning is cut off.
     while not text.startswith(head):
         head = head[: max(head.rfind(end, 0, -1) for end in (">", "\n")) + 1]
     text = text.removeprefix(head)

@@ -6,8 +6,8 @@ if the texts are equal, or if both programs refuse the conversation.
 
 transformers passes the content of a message to the template unchanged. The runtime passes a list of
 parts to a template that reads parts, and a single text to any other template. So the prompt of
-transformers is rendered with both forms of contents. The reference is the first prompt that
-contains all texts.
+transformers is rendered with both forms of contents. The reference is the first of these prompts
+that contains the texts of all user messages.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "effort": {"add_generation_prompt": True, "reasoning_effort": "high", "tools": TOOLS},
 }
 TEXTS = ("How warm is it", "First.", "Second.")  # texts in users' messages
-# If a template expects texts but gets a list of parts, the prompt contains one of these texts.
+# If a template expects a text but gets a list of parts, it prints the list. Then the prompt
+# contains one of PRINTED_PARTS.
 PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
-# If a prompt contains the last message twice, transformers leaves LEFT_MARK in the prompt.
+# transformers does not remove LEFT_MARK from a prompt that contains the last message twice.
 NONE_TEST = re.compile(r"content['\"\])]*\s+is\s+(not\s+)?none", re.IGNORECASE)
 LEFT_MARK = "CONTINUE_FINAL_MESSAGE_TAG"
 NAMED = ("add_generation_prompt", "continue_final_message", "tools", "documents")

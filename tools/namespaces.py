@@ -101,8 +101,8 @@ class Node:
 
     def connect(self) -> None:
         """Connect the node's network to the bridge."""
-        # The command runs outside of the node. There, ``pid`` identifies the process that keeps the
-        # namespaces.
+        # The command runs outside of the node. Outside, each ``pid`` is the id of a process that
+        # keeps namespaces.
         ends = f"{self._port} netns {self._switch.pid} type veth"
         peer = f"peer name eth0 netns {self._holder.pid}"
         _call(f"ip link add {ends} {peer}".split())
@@ -116,8 +116,8 @@ class Node:
         """Start a program in this node, in the caller's working directory and in a new process
         group.
 
-        The returned process only waits for the program. So to end the program, but not the node,
-        send a signal to the process group (``os.killpg``).
+        The returned process only waits for the program. A signal to the new process group
+        (``os.killpg``) can end the program without ending the node.
         """
         return subprocess.Popen(
             self._holder.enter(command, os.getcwd()),

@@ -1,9 +1,10 @@
 // A library for LD_PRELOAD that pauses single threads of a process at random system calls.
 //
 // A busy machine may stop one thread while the other threads of its process run. Then events happen
-// in an unusual order: for example, ZeroMQ's thread notices that a connection was refused before
-// the thread that called ``connect`` has sent anything. On an idle machine, such an order of events
-// is rare. ``make test-paused`` runs the tests with this library, which makes such orders frequent.
+// in an unusual order. For example, one thread calls ``connect`` and is stopped. Before this thread
+// sends anything, ZeroMQ's thread notices that the connection was refused. On an idle machine, such
+// an order of events is rare. ``make test-paused`` runs the tests with this library, which makes
+// such orders frequent.
 //
 // The environment variable PAUSES contains two numbers in seconds: the mean time between two pauses
 // of a process, and the maximum length of most pauses. One pause in four may last up to three times
@@ -81,8 +82,8 @@ Function* real(Function*, const char* name) {
 
 }  // namespace
 
-// The pause is before the call if other threads see the effect of the call. It is after the call if
-// the call waits for other threads.
+// PAUSE_BEFORE is for calls whose effects other threads see. PAUSE_AFTER is for calls that wait for
+// other threads.
 #define PAUSE_BEFORE(result, name, parameters, arguments)        \
     extern "C" result name parameters {                          \
         static auto* const next = real(&name, #name);            \

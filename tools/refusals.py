@@ -47,7 +47,8 @@ REASONS = {
 
 # Functions that refuse a call if their first argument is false.
 _CONDITIONS = ("demand", "should", "must", "refuse_unless", "TORCH_CHECK")
-# Functions and errors whose text may follow an error code, or the number of a device.
+# Functions that refuse every call, and classes of errors. Arguments before the text, such as an
+# error code or the number of a device, are ignored.
 _OTHERS = (
     *("refuse_unless_admitted", "fail", "stop_device"),
     *("Refusal", "TaskError", "runtime_error", "invalid_argument"),
@@ -174,8 +175,8 @@ def refusals_of(folder: Path = SOURCES) -> dict[str, list[str]]:
     """Return the texts of all refusals. The keys are the names of the source files. A text that
     occurs several times is listed several times. A ``*`` stands for a value in a text.
 
-    The names of files are relative to ``folder``. A text that only passes on another text is left
-    out. If a refusal has no text, the name of its error code is used.
+    The names of files are relative to ``folder``. A text that consists only of values is left out.
+    If a refusal has no text, the name of its error code is used.
     """
     found = {}
     for path in sorted(folder.rglob("*")):

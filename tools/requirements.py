@@ -13,8 +13,8 @@ project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 
 
 def pins(packages: list[str]) -> set[str]:
-    """Return the pinned requirements. If a requirement is an extra of this project, return the
-    packages of the extra instead.
+    """Return the pinned requirements. An extra of this project is replaced by the packages of the
+    extra.
     """
     found = set()
     for package in packages:

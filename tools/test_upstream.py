@@ -154,7 +154,9 @@ def wrap(block: str | Sequence[str]) -> str:
 
 
 def explained(bad: Mapping[str, Cause | None], causes: Sequence[Cause]) -> Iterator[str]:
-    """Return one list item for each cause, with the failures that the cause explains."""
+    """Yield a Markdown list item for each cause, with the names of the tests that failed for this
+    cause.
+    """
     for cause in [*causes, None]:
         names = sorted(test.split("::") for test, found in bad.items() if found is cause)
         tests = [f"`{'::'.join((file, *rest[-1:]))}`" for file, *rest in names]  # without classes

@@ -30,8 +30,8 @@ SETS: dict[str, tuple[str, ...]] = {
         "tests/parity/models/test_sparse_latent.py",
         "tests/parity/layouts/test_spread_experts.py",
     ),
-    # For each operator that the runtime uses, a question compares the results of the device with
-    # the results of the host.
+    # For each operator that the runtime uses, the probe compares the results of the device with the
+    # results of the host.
     "probe": (
         "tests/probe/test_devices.py::test_the_emulator_answers_as_it_says",
         "--hypothesis-profile=full",

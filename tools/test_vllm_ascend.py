@@ -28,8 +28,9 @@ TIMEOUT_S = 1800
 # The caches of compiled graphs are disabled: vllm-ascend is made for torch 2.10, and torch 2.13
 # cannot cache graphs of vllm-ascend's compiler.
 VARIABLES = ("HF_HUB_OFFLINE=1", "TORCHINDUCTOR_AUTOGRAD_CACHE=0", "VLLM_DISABLE_COMPILE_CACHE=1")
-# Metadata as installed packages have it. With this metadata, vLLM finds the plugins of a work tree,
-# and transformers finds the version of torchvision, which is a mock (see PATCH).
+# The metadata that installed packages would have. With this metadata, vLLM finds the plugins of a
+# work tree, and transformers finds a version of torchvision, although torchvision is a mock (see
+# PATCH).
 INSTALLED = {
     "vllm_ascend": """[vllm.platform_plugins]
 ascend = vllm_ascend:register
@@ -55,7 +56,9 @@ class Peer:
     environment: Path
 
     def prepare(self) -> None:
-        """Write the files that an installation of the work tree would write."""
+        """Write files that an installation of vllm-ascend would create: metadata, and build
+        information.
+        """
         write_metadata(self.environment / "metadata")
         info = self.checkout / "vllm_ascend" / "_build_info.py"
         info.write_text("__device_type__ = 'A2'\n")

@@ -16,7 +16,7 @@ from typing import Any
 # If a test has several outcomes, the outcome that is last in this list counts.
 OUTCOMES = ("not run", "started", "passed", "skipped", "failed", "error", "hung")
 
-Results = dict[str, tuple[str, str]]  # name of a test -> outcome, text of its error
+Results = dict[str, tuple[str, str]]  # name of a test -> outcome, error text of the test
 
 
 class Recorder:

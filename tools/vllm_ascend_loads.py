@@ -19,7 +19,7 @@ TOKEN = b"<|endoftext|>"
 FIRST_ID, NUM_IDS = 3, 800  # the token ids of prompts
 SILENCE_S = 120.0
 STREAMS, BURST, PROMPT, BURST_TOKENS = 16, 32, 32, 32
-# Numbers of output tokens of each stream that decodes while other requests arrive.
+# Output tokens of each decoding stream in the loads ``join`` and ``prompts``.
 JOIN_TOKENS, LONG_TOKENS = 200, 400
 SETTLED = 8  # number of tokens that each stream gets before other requests arrive
 LONG_PROMPTS = (2048, 4096, 3072, 2560, 3584, 4096, 2048, 3072)
@@ -76,7 +76,7 @@ class Stream:
         return (self.times_s[0] - self.sent_s) * 1e3
 
     def gaps_ms(self, start_s: float = 0.0, end_s: float = inf) -> list[float]:
-        """Return the times between successive frames, for gaps that overlap the given period."""
+        """Return, in ms, each gap between successive frames that overlaps the given period."""
         pairs = pairwise(self.times_s)
         return [(after - before) * 1e3 for before, after in pairs
                 if after >= start_s and before <= end_s]  # fmt: skip

@@ -11,7 +11,7 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 ANIMALS = ("fox", "cat", "dog", "owl", "bear", "duck", "frog", "lion")
 NAMES = ("Mia", "Tom")
-# The answers to these questions end after a few tokens. (The stories of ``chat_workload`` are #
+# The answers to these questions end after a few tokens. (The stories of ``chat_workload`` are
 # longer than a run.)
 QUESTIONS = ("Who are you?", "Count from 3 to 9.", "Hello!", "Count down from 12.")
 EXTRA_TOKENS = 8  # additional output tokens of all requests except the first request

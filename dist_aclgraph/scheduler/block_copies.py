@@ -43,7 +43,7 @@ from dist_aclgraph.steps.copies import CopyJob, JobKind
 # decided since the last batch.
 BATCH_BLOCKS, MAX_TURNS = 8, 16
 # Blocks are copied to files only while copy jobs hold less than this fraction of the pool, so that
-# # enough blocks are free for requests.
+# enough blocks are free for requests.
 MAX_HELD = 1 / 8
 # While jobs read files into this fraction of the pool's blocks, no other job begins to read.
 # Without this limit, jobs that wait for a broken disk could occupy the whole pool.
@@ -262,8 +262,7 @@ class BlockCopies:
             source: the group from which the other nodes fetch missing files.
         """
         wanted, asks_others = hashes[first:], self.elsewhere.must_ask(source)
-        # Look up no files in two cases: no block remains to look up; or the look-up would ask other
-        # # nodes, but the copy jobs already take too long.
+        # No block remains to look up, or other nodes would be asked although copy jobs are late.
         if not wanted or (asks_others and self._is_late):
             return lambda: first
         answers: list[Answer[int]] = []

@@ -248,7 +248,7 @@ class Scheduler:
                 # The next decision tries this kind last, so that no kind waits for ever.
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
-        # Only the result of a step shows that a grammar is compiled. So if no other request can #
+        # Only the result of a step shows that a grammar is compiled. So if no other request can
         # run, requests whose grammars may not be compiled yet are tried in a step.
         if self._in_flight:
             return None

@@ -88,8 +88,8 @@ def chosen_kinds(only: str, shape: Shape, nodes: int) -> tuple[Kind, ...]:
 
 @contextmanager
 def several_hosts(count: int, shape: Shape) -> Iterator[Hosts | None]:
-    """Yield ``count`` hosts. This process is in the network of the head within this context. Yield
-    None if ``count`` is 0.
+    """Yield ``count`` hosts. Within this context, this thread uses the head's network. Yield None
+    if ``count`` is 0.
 
     Raises:
         ConfigError: these hosts are too few for the shape, or this machine cannot have such hosts.

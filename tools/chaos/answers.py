@@ -19,7 +19,7 @@ class Answer:
         body: index of the request's body. Requests with the same body must get the same text.
         status: HTTP status of the response; 0 if there was no response.
         retry_after: whether the response has a Retry-After header.
-        num_tokens: number of tokens of the answer, as the service reports at its end.
+        num_tokens: number of tokens, which the service reports at the end of the answer.
         times_s: the time at which each delta arrived.
         given_up: whether the client disconnected on purpose.
     """

@@ -16,7 +16,7 @@ from tools.chaos.answers import OK, Answer
 
 PATH = "/v1/completions"
 TIMEOUT_S = 400.0  # time limit between two bytes; longer than a request may wait for a group
-NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # each client of httpx needs a context
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # httpx needs an SSL context even without TLS
 SMALL_BUFFER = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
 
 BeforeDelta = Callable[[Answer], None]
@@ -62,8 +62,8 @@ class Clients:
             thread.start()
 
     def wait_for_deltas(self, count: int, timeout_s: float) -> bool:
-        """Wait for ``count`` deltas. Return whether this number arrived before all answers had
-        ended.
+        """Wait for ``count`` deltas. Return whether they arrived before the timeout and before the
+        end of all answers.
         """
         with self._seen:
             self._seen.wait_for(

@@ -39,7 +39,7 @@ def fill(disk: Path) -> None:
             except OSError as e:
                 if e.errno != errno.ENOSPC:
                     raise
-                while file.write(CHUNK[:4096]):  # this fills the last pages, until no page is free
+                while file.write(CHUNK[:4096]):  # smaller writes fill the last free pages
                     pass
 
 

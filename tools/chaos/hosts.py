@@ -110,7 +110,7 @@ class Hosts:
     def popen(
         self, command: list[str], node: Node | None = None, **options: Any
     ) -> subprocess.Popen[str]:
-        """Start a program on a host, by default on the head, as a client of Ray."""
+        """Start a program on a host (by default on the head). The program is a client of Ray."""
         env = {**self.environment, **options.pop("env", {}), "RAY_ADDRESS": "auto"}
         return (node or self.head).start(command, env=env, **{"text": True, **options})
 
@@ -178,8 +178,8 @@ class Hosts:
             yield node.files / SHARED_MEMORY[1:], partial(_ids, node)
 
     def temporary(self, folder: Path) -> list[Path]:
-        # Directories of killed engines are removed when an engine starts on their host. So hosts
-        # without an engine are left out.
+        # When an engine starts on a host, the directories of killed engines on this host are
+        # removed. So hosts without an engine are left out.
         with_engines = [node for node in self.others if _has(node, ENGINE)]
         return [node.temporary for node in (self.head, *with_engines)]
 

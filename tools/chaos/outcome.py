@@ -39,12 +39,12 @@ class Outcome:
         lost: number of requests that were accepted, but got no complete answer.
         refused: number of requests that were refused with status 429 or 503, and Retry-After.
         unready_s: time until ``/ready`` reported fewer groups.
-        new_tokens_s: time until each stream had received a new delta after the service had noticed
-            the fault.
+        new_tokens_s: time until each stream has received at least one delta since the service
+            noticed the fault.
         pause_s: the longest interval in which a stream received no delta.
         recovered_s: time until all groups served again.
         exit_code: exit code of the service, if it ended.
-        left: files and processes that should have disappeared.
+        left: files and processes that still exist, but should have disappeared.
         error: error of the first lost request.
         said: the last output line of the service, if it has ended.
     """

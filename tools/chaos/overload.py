@@ -1,11 +1,10 @@
 """``make bench-overload``: how overload and stalled clients affect clients that read their answers.
 
 The bench starts one service on the emulated NPU, as a user would. First it measures the peak rate,
-with as many clients as the service has slots. Then requests arrive at ten times the peak rate,
-although the service refuses many of them. Then eight clients read their answers while 64 other
-clients read nothing. Finally, eight clients read their answers while other clients send huge
-bodies. Clients and service share this machine's cores, so only ratios within one run are
-meaningful.
+with as many clients as the service has slots. Then requests arrive at ten times the peak rate; the
+service refuses many of them. Then eight clients read their answers while 64 other clients read
+nothing. Finally, eight clients read their answers while other clients send huge bodies. Clients and
+service share this machine's cores, so only ratios within one run are meaningful.
 """
 
 from __future__ import annotations
@@ -149,8 +148,8 @@ class Pings:
 
 
 def _ping(port: int, told: Connection) -> None:
-    """Tell the parent process that polling begins, poll until the parent sends a message, and send
-    the durations of all polls.
+    """Send a message to the parent process, then poll. When the parent sends a message, stop
+    polling, and send the durations of all polls.
     """
     found: list[float] = []
     told.send(None)
@@ -290,7 +289,9 @@ async def wait_for_running(service: Service, count: int) -> None:
 
 
 def goodput(replies: Iterable[Reply]) -> float:
-    """Return the tokens per second of complete answers, from the first token to the last."""
+    """Return the total rate of all complete answers, in tokens per second. The time is measured
+    from the first token of all answers to the last token of all answers.
+    """
     whole = [reply.deltas_s for reply in replies if reply.is_whole]
     if not whole:
         return 0.0

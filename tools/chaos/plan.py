@@ -1,7 +1,7 @@
 """A plan says which faults are injected, in which order, and when. A seed determines the plan.
 
-The time of a fault is given by an event, such as the k-th delta of all streams. So slow and fast
-machines run the same plan.
+The time of a fault is given by an event, such as the k-th delta of all streams. So the plan does
+not depend on the machine's speed.
 """
 
 from __future__ import annotations

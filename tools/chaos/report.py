@@ -29,7 +29,7 @@ def lines_of(outcomes: Sequence[Outcome]) -> Iterator[list[str]]:
     """Yield a line for each kind of fault, in the order in which the kinds first occurred, and then
     a line for all kinds.
 
-    A time in a line is the longest of all strikes of the line.
+    Each time in a line is the maximum over the strikes that the line summarises.
     """
     names = list(dict.fromkeys(str(outcome.strike.fault) for outcome in outcomes))
     for name in names:

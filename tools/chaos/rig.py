@@ -30,7 +30,7 @@ from tools.namespaces import Node
 
 ANSWERS_S = 300.0  # seconds in which all answers must end after a strike
 RECOVERY_S = 240.0
-KNOWN_S = 90.0  # seconds until an armed fault must have happened, and then until it is noticed
+KNOWN_S = 90.0  # time limit in seconds for each wait, e.g. until a fault is noticed
 SETTLE_S = 30.0
 ASK_S = 0.5  # seconds between two questions to Ray; each question starts a process
 FULL_S = 20.0  # seconds for which the disk stays full
@@ -214,7 +214,7 @@ class Rig:
                 stopped.clear()
             self._say("waiting for answers")
             answers = self._collect([c for c in (normal, others, late) if c is not None])
-            if stopped:  # perhaps no answer needed the process, e.g. because its group was idle
+            if stopped:  # if the process's group was idle, the fault may still be unnoticed
                 wait_for(lambda: watcher.knows_since(began_s), KNOWN_S)
             recovered_s = self._wait_for_groups(service)
         exit_code = service.exit_code
@@ -338,8 +338,8 @@ class Rig:
         return found[target % len(found)]
 
     def _repair(self, kind: Kind, victim: int | None, host: Node | None, struck_s: float) -> bool:
-        """Undo a fault of a host that the service cannot undo. Return whether ``kind`` is such a
-        fault.
+        """Undo a fault that the service cannot undo, such as the lost link of a host. Return
+        whether ``kind`` is such a fault.
 
         First wait for ``DOWN_S``, or until Ray has noticed that the host is lost. Then connect the
         host again, start it again, or let the stopped process continue.

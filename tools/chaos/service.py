@@ -54,9 +54,7 @@ class Place(Protocol):
         """Return the living processes of the service whose session has this leader."""
 
     def daemons(self) -> set[int]:
-        """Return the daemons of the Ray on which the service runs, if the service has not started
-        this Ray.
-        """
+        """Return Ray's daemons; an empty set if the service has started Ray itself."""
 
     def memories(self) -> Iterator[tuple[Path, Callable[[], set[int]]]]:
         """For each host, yield the folder of its shared memory, and a function that returns the ids
@@ -214,12 +212,12 @@ class Service:
         return [memory for memory, _ in self._place.memories()]
 
     def dead_segments(self) -> list[Path]:
-        """Return HCCL's shared memory segments that were created after the start of the service, by
-        processes that have exited.
+        """Return HCCL's shared memory segments whose creators have exited. Segments from before the
+        start of the service are left out.
         """
         # Other services create segments, too, but the processes that created these segments are
-        # alive. The living processes are listed after the segments, so that the list contains the
-        # process that has just created a new segment.
+        # alive. The living processes are listed after the segments. Otherwise, the list might lack
+        # the creator of a new segment.
         found = []
         for memory, living in self._place.memories():
             if new := sorted(_segments(memory) - self._segments):
@@ -303,8 +301,7 @@ class Service:
     def _kill_once(self) -> bool:
         """End all living processes of the service. Return True if no process was alive.
 
-        The caller repeats this call, because a process that is being started now may appear only
-        later.
+        A process that is being started now may appear only later, so the caller repeats this call.
         """
         alive = self._all()
         processes.kill_all(alive)

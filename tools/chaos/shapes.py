@@ -10,7 +10,7 @@ LIMIT_S, LINK_S = 20.0, 5.0
 # NUM_LONG slow readers get answers with LONG times the usual number of tokens, so that no buffer
 # can hold a whole answer.
 LONG, NUM_LONG = 2, 2
-STALL_S = 600.0  # longer than any time limit, so that a limit ends the stall
+STALL_S = 600.0  # seconds of a stall; longer than each time limit that can end the stall
 COMMON = (
     "dtype=float32",  # with float32, an answer does not depend on other requests
     "device.kind=emulated",

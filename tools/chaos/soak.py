@@ -1,8 +1,8 @@
 """``make soak``: hours of load and faults, which show whether the service uses more and more
 memory, files and threads.
 
-The load and the faults are the same as in ``make chaos``. The resources are always sampled between
-two faults, when all groups serve and no request runs, so that all samples can be compared.
+The load and the faults are the same as in ``make chaos``. Resources are sampled only between two
+faults, when all groups serve and no request runs. So all samples can be compared.
 """
 
 from __future__ import annotations

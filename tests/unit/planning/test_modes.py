@@ -105,7 +105,8 @@ def test_sizes_of_full_graphs_become_those_of_both_kinds() -> None:
         ("deepseek-v3", {}, "latent attention accepts no mask"),
         ("deepseek-v3.2", {}, "reads lengths on the device"),
         ("gpt-oss-120b", {}, "sliding window"),
-        # Requests are so short that windows hide no key; only sinks are a reason.
+        # The requests are so short that no window hides a key. Lengths are sent only because of
+        # sinks.
         ("gpt-oss-120b", {"max_model_len": 128}, "sinks"),
         ("qwen3-235b-a22b", {"kv": {"block_size": 640}}, "at most 512, not 640"),
         ("qwen3-235b-a22b", {"recovery": {"exact": True}}, "recovery.exact"),

@@ -19,7 +19,7 @@ PACKAGE = Path(dist_aclgraph.__file__).parent
 NAME = "dist_aclgraph"
 
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
-TOP = "(top)"  # the row of the layer table for the files beside the folders, and for OF_TOP
+TOP = "(top)"  # row of the layer table for modules outside of folders, and for the names in OF_TOP
 OF_TOP = ("config", "arrays", "files")
 ROOT = PACKAGE.parent
 BESIDE = ("benchmarks", "tools")  # folders outside the package, which are not shipped with it
@@ -88,7 +88,7 @@ def folder_of(name: str) -> str:
 
 
 def imported_folder(target: str) -> str | None:
-    """Return the folder of the package that an import names; None if it names a library."""
+    """Return the folder of an imported module; None if the module belongs to a library."""
     top, _, inner = target.partition(".")
     if top in BESIDE:
         return top
@@ -171,8 +171,8 @@ ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
 UNPICKLERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 EVALUATORS = {"eval", "exec", "__import__"}
 LOADERS_THAT_UNPICKLE = {"torch.load", "np.load", "numpy.load"}
-# Modules that assign attributes of Ray, because Ray lacks two options: one for the program that
-# starts workers, and one that keeps errors of processes away from stdout.
+# Modules that may assign attributes of Ray. Ray has no option for the program that starts workers,
+# and no option that keeps errors of processes away from stdout.
 ASSIGNED = {
     ("actors.forks.forking_starter", "ray_constants"),
     ("actors.cluster.local_ray", "ray_worker"),

@@ -44,7 +44,7 @@ class FakeStates:
             self._passed[row] = 0
 
     def run(self, row: int, before: Sequence[int], tokens: Sequence[int]) -> None:
-        """Run ``tokens`` of a prompt; the tokens ``before`` have run already."""
+        """Run ``tokens`` of a prompt; ``before`` contains all earlier tokens of the prompt."""
         state = self._state_of(row, before)
         self._rows[row], self._passed[row] = [checksum(tokens, state)], 0
 
@@ -87,8 +87,8 @@ class FakeStates:
         self._checkpoints.clear()
 
     def _state_of(self, row: int, before: Sequence[int]) -> int:
-        """Return the row's state after the tokens ``before``, and check it; 0 if there are no such
-        tokens.
+        """Check and return the state of the row. ``before`` contains the tokens that the row has
+        run; the state is 0 if ``before`` is empty.
         """
         if not before or row in self._spoilt:
             return 0

@@ -32,7 +32,7 @@ class Row:
     blocks: list[int]
     sampling: RowSampling
     latest: list[int] = field(default_factory=list)  # tokens that the last step has sampled
-    has_drafts: bool | None = False  # None from a new start until the next step
+    has_drafts: bool | None = False  # None: unknown until the row's next step
 
 
 class FakeWorker:
@@ -154,8 +154,8 @@ class FakeWorker:
     def _run(
         self, index: int, computed: int, length: int, num_logits: int, *, is_void: bool
     ) -> list[int]:
-        """Run ``length`` tokens of one row after ``computed`` tokens; return its new tokens. There
-        are none before the end of the prompt.
+        """Run ``length`` tokens of one row after ``computed`` tokens; return its new tokens. Before
+        the end of the prompt, the returned list is empty.
         """
         row = self.rows[index]
         if row.has_drafts is None:

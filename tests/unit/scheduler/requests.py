@@ -21,7 +21,7 @@ def submit(
     """Return a request. EOS ends the request if its parameters do not ignore EOS.
 
     Args:
-        output: the tokens that the request has already got, from a group that was then lost.
+        output: the tokens that a lost group has already generated for the request.
     """
     ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))})
     sampling = row_sampling(params, seed=0, num_prompt_tokens=len(prompt), end_ids=ends)

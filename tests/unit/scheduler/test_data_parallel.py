@@ -99,8 +99,8 @@ def test_a_request_goes_where_its_beginning_is_cached() -> None:
 
 
 def test_ranks_of_one_node_have_the_same_files() -> None:
-    """Because ranks of one node have the same files, a request is looked up once, and can then
-    start on any rank.
+    """Ranks of one node have the same files. So the scheduler looks up a request's files once, and
+    the request can then start on any rank.
     """
     no_files, asked, has_answer = Files(lambda _: False), list[Any](), False
 

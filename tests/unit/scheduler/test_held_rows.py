@@ -56,8 +56,8 @@ def test_a_request_without_a_mask_gets_no_token_and_runs_when_its_grammar_is_com
         plan = scheduler.schedule()
         assert rows_of(plan) == [FREE]
         assert plan is not None
-        # The workers start the row again once, because their penalties may have counted the row's
-        # wrong token.
+        # In the first of these steps, the workers start the row again, because the row's penalties
+        # may have counted a wrong token.
         assert [start.row for start in plan.batches[0].started] == [FORM] * (number == 0)
         compiling = [FORM] if number < 4 else []
         assert land(scheduler, plan, {"compiling": compiling}) == ["free"]

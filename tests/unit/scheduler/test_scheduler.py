@@ -335,8 +335,9 @@ def test_cached_tokens_are_counted_where_a_request_begins(
 
 
 def test_a_request_that_shares_no_blocks_reads_none_from_files() -> None:
-    """After a preemption, the hashes of a request's blocks are known, because other requests may
-    use its blocks. If the request shares none, its hashes are not looked up in files.
+    """A preempted request has the hashes of its blocks, because other requests may use these
+    blocks. If the request itself may not use cached blocks, the scheduler does not look up files
+    for it.
     """
     scheduler = make_scheduler(look_ups=LookUps(Files(lambda block_hash: True)))
     request = make_request("a", 33, prompt_logprobs=0)

@@ -374,8 +374,7 @@ class World:
         assert orders == sorted(orders)
 
     def check_exact_plan(self, plan: StepPlan) -> None:
-        """Check that the shape of the step in which a request runs does not depend on other
-        requests.
+        """Check that other requests do not change the shape of a request's step.
 
         A step runs a chunk of one prompt, or one token of each request whose prompt is computed.
         """

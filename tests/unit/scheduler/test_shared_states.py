@@ -1,7 +1,8 @@
 """If a model has recurrent state, requests share a prefix only if the prefix's blocks and a
 checkpoint at the prefix's end exist.
 
-The fake worker checks that each request continues from the state that its own tokens lead to.
+A state of the fake worker is a checksum of tokens. When a request continues, the worker checks that
+the state is the checksum of the request's own tokens.
 """
 
 from __future__ import annotations

@@ -385,7 +385,7 @@ def test_dots_llm1_is_read_as_published(tmp_path: Path) -> None:
 
 
 def test_older_keys_of_gemma_3_are_those_of_newer_files(tmp_path: Path) -> None:
-    """Published files have Gemma's older keys. transformers 5 saves one object per layer type."""
+    """Published files have older keys. transformers 5 saves rotary parameters per layer type."""
     pattern = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 32}
     older = {
         "rope_theta": 1e6, "rope_local_base_freq": 2e4, "sliding_window_pattern": 3,

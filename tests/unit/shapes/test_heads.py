@@ -1,4 +1,4 @@
-"""Two numbers: the heads on each rank, and the heads of all ranks that share a cache."""
+"""Checks of the number of heads on one rank, and on all ranks that share a cache."""
 
 from __future__ import annotations
 

@@ -151,7 +151,9 @@ def test_parts_of_ranks_that_no_operator_takes_are_refused(
 
 
 def test_experts_whose_hidden_states_no_operator_takes_are_refused(tmp_path: Path) -> None:
-    """Here, a group is a whole row, so only the operator limits the hidden size."""
+    """Each row is one quantisation group. So the hidden size is limited by the operator, but not by
+    a group size.
+    """
     name = "model.layers.3.mlp.experts.0.up_proj.weight"
     write(tmp_path, None, {"group_size": 0, name: "W4A8_DYNAMIC"}, hidden_size=7200)
     config = make_config({"model": str(tmp_path)})

@@ -1,5 +1,5 @@
-"""The facts about layers of linear attention are read from config.json; they give the bytes of
-states.
+"""The facts about layers of linear attention are read from config.json. The number of bytes of a
+state is computed from these facts.
 """
 
 from __future__ import annotations

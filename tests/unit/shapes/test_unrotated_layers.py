@@ -15,7 +15,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, 
 
 def without_rotation(config: Any) -> set[int]:
     """Return the layers without a rotation in transformers' attention."""
-    if isinstance(config, SmolLM3Config):  # its list has 1 for each layer that rotates
+    if isinstance(config, SmolLM3Config):  # no_rope_layers has 1 for each layer with a rotation
         return {i for i, rotates in enumerate(config.no_rope_layers) if not rotates}
     return {i for i, kind in enumerate(config.layer_types) if kind == "full_attention"}
 

@@ -52,7 +52,7 @@ def configure(checkpoint: Path, num_blocks: int, **sections: Any) -> Config:
 
 
 class Steady(random.Random):
-    """Stands for a random generator. With it, ``FakeFiles`` never fails and never delays."""
+    """Replaces a random generator, so that ``FakeFiles`` never fails and never delays a copy."""
 
     def random(self) -> float:
         return 0.99

@@ -269,7 +269,8 @@ def test_prompts_take_the_time_of_the_largest_share_of_a_rank(checkpoint: Path) 
 
     found = play(group(config, StepTimes(base_s=1.0, token_s=0.5)), [Arrival(0, 40, 2)])
 
-    # Each of two ranks runs 20 of the 40 prompt tokens. Then both ranks decode the same token.
+    # Each of two ranks runs 20 of the 40 prompt tokens. In the decode step, both ranks run the same
+    # token of the request.
     assert [step["tokens"] for step in found.tally.by_tokens()] == [1, 20]
     assert found.counts.generated_tokens == 2
     assert found.clock_s == 2 * 1.0 + 0.5 * (20 + 1)

@@ -49,7 +49,7 @@ def test_places_are_the_last_tokens_of_each_request(
         assert found.most[index] == (logits - 1 if may_draft[row] else 0)
         expected = list(range(end - logits, end))
         assert found.places[index].tolist() == expected + expected[-1:] * (k + 1 - logits)
-        # A row's first place has the position of the token that runs there.
+        # The first position of a row is the position of the token at the row's first place.
         assert found.positions[index, 0] == computed + scheduled - logits
         index += 1
     assert index == len(found.rows)

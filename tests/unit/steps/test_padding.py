@@ -97,7 +97,7 @@ def test_where_caches_are_sharded_each_token_has_its_own_length_on_each_shard(
         for token, length in enumerate(seen):
             kept = [row[token] for row in rows]
             empty = [length <= shards.first_position(shard) for shard in range(count)]
-            assert sum(kept) - sum(empty) == length  # an empty shard gets the length one
+            assert sum(kept) - sum(empty) == length  # an empty shard has length 1, not 0
 
 
 @given(mixed_steps(), st.sampled_from((1, 4, 16)))

@@ -97,7 +97,9 @@ def test_every_rank_finds_every_place(lens: list[tuple[int, int]], num_ranks: in
 def test_direct_rows_see_the_keys_up_to_their_own(
     lens: list[tuple[int, int]], num_ranks: int, heads: int, interleave: int, takes_long: bool
 ) -> None:
-    """Summed over all shards, each row's last query attends to all positions up to its own."""
+    """For each row, the KV lengths on all shards add up to the number of positions up to the row's
+    last query.
+    """
     step = make_step(lens)
     for rank in range(num_ranks):
         share = share_prompts(step, num_ranks, rank)
