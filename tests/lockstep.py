@@ -214,9 +214,7 @@ class Lockstep:
         return answers
 
     def report(self) -> dict[str, Any]:
-        """Return a report with keys of a deployment's report: plan, graphs, eager steps by reason,
-        and ranks.
-        """
+        """Return a part of a deployment's report: plan, graphs, eager steps by reason, ranks."""
         return {
             **group_report(self._group),
             **engine_report.group_report(self.scheduler, self._group.captured.costs, {}),

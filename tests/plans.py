@@ -44,7 +44,7 @@ def pieces(bucket: int) -> BatchDescriptor:
 def choose(
     sizes: Sequence[int], weights: Mapping[int, float], costs: Sequence[float], max_buckets: int
 ) -> tuple[int, ...]:
-    """Choose, of ``sizes``, at most ``max_buckets`` whose total cost is lowest; return them in
-    ascending order.
+    """From ``sizes``, choose at most ``max_buckets`` sizes with the lowest total cost; return them
+    in ascending order.
     """
     return choices(sizes, weights, costs, max_buckets).buckets(min(max_buckets, len(sizes)))

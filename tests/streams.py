@@ -11,8 +11,8 @@ from dist_aclgraph.device import emulator
 class HeldStreams:
     """Within this context, all stream ids of the device except ``left`` are occupied.
 
-    If the device counts software queues, the pool of queues from earlier graphs is emptied first,
-    so that there are as many free queues as free ids.
+    If the device counts software queues, the context first empties the pool of queues from earlier
+    graphs. Then there are as many free queues as free ids.
     """
 
     def __init__(self, left: int) -> None:

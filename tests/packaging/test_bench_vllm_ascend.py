@@ -1,4 +1,4 @@
-"""Tests ``make bench-vllm-ascend`` without vLLM: its settings and its loads."""
+"""Tests the settings and the loads of ``make bench-vllm-ascend`` without vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Server(ThreadingHTTPServer):
 
     Attributes:
         per_frame: number of tokens of a frame.
-        num_missing: number of tokens that each reply lacks.
+        num_missing: number of tokens by which each reply is shorter than requested.
         asked: the bodies of all requests.
     """
 

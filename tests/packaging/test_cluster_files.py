@@ -179,7 +179,7 @@ def test_workers_ask_for_all_npus_of_a_host_and_tell_ray_of_them() -> None:
 
 @pytest.mark.parametrize("num_npus", [0, 8, 16])
 def test_a_container_gets_all_npus_of_its_host(tmp_path: Path, num_npus: int) -> None:
-    """Ray joins the container's options to one command line. A shell on the host expands it."""
+    """Ray joins the container's options into one command line. A shell on the host expands it."""
     from ray.autoscaler._private.docker import docker_start_cmds
 
     docker = read("cluster-docker.yaml")["docker"]

@@ -1,5 +1,5 @@
-"""In commands that comments and documents show, all keys and all names of configuration files are
-valid.
+"""All keys and all names of configuration files are valid in the commands that comments and
+documents show.
 """
 
 from __future__ import annotations

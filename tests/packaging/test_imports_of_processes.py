@@ -33,8 +33,8 @@ def imported_by(code: str) -> set[str]:
 
 
 def test_processes_that_compute_nothing_import_no_torch() -> None:
-    """The processes that compute nothing are actors and services. The modules that Ray imports
-    before it sets a rank's environment must not import torch, either.
+    """Actors and services compute nothing, so they must not import torch. The modules that Ray
+    imports before it sets a rank's environment must not import torch, either.
     """
     code = f"""
 import importlib, sys
@@ -53,7 +53,9 @@ def test_the_package_imports_neither_torch_nor_ray() -> None:
 
 
 def test_recording_operators_does_not_load_the_compiler() -> None:
-    """If recording loaded the compiler, each rank would load it in its first capture."""
+    """If the recording of operators loaded the compiler, the first capture of each rank would be
+    slow.
+    """
     code = (
         "import torch\n"
         "from dist_aclgraph.graphs.digest import OperatorDigest\n"

@@ -1,5 +1,5 @@
-"""``make test-upstream`` runs the tests of a small fake checkout. This file checks the outcomes,
-hangs, deaths and causes that the target reports, and the page of results.
+"""``make test-upstream`` runs the tests of a small fake checkout. This file checks the page of
+results, and the reported outcomes, hangs and deaths with their causes.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ cause = [
 
 @pytest.fixture
 def play(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Return a function that runs test files, and returns the exit status, the printed text, and
-    the page of results.
+    """Return a function that runs test files. The function returns the exit status, the printed
+    text, and the page of results.
     """
 
     def run(*files: str, **sources: str) -> tuple[int, str, str]:

@@ -69,8 +69,7 @@ class Made:
         sizes: settings of the model in transformers, which determine the shapes of its weights.
         keys: keys of config.json that replace the keys that transformers wrote; rope_parameters is
             removed.
-        quantised: INT4, INT8, or, for FP8 weights, the type of their scales. None means float
-            weights.
+        quantised: INT4 or INT8; for FP8 weights, the type of the scales. None means float weights.
         deployment: keys of the deployment's configuration.
         refusal: a part of the expected error's message. If None, no error is expected, and the
             tokens must equal those of transformers.
@@ -127,7 +126,8 @@ ROPES = {
     "yarn, not truncated": Rope(lambda dim: yarn(truncate=False)),
     "dynamic": Rope(lambda dim: DYNAMIC, max_len=CONTEXT),
     # transformers computes this embedding for the length of the request; the service computes it
-    # for max_len. So the prompt and NUM_TOKENS tokens together have the length max_len.
+    # for max_len. Both lengths must be equal, so the prompt and NUM_TOKENS tokens together have the
+    # length max_len.
     "dynamic, beyond the context": Rope(
         lambda dim: DYNAMIC, lengths=(LONGER - NUM_TOKENS,), max_len=LONGER
     ),
@@ -196,7 +196,7 @@ REFUSALS = (
 
 
 def make_all(seed: int = SEED) -> list[Made]:
-    """Return the descriptions of all checkpoints that a seed gives."""
+    """Return the descriptions of all checkpoints that are made from ``seed``."""
     random = Random(seed)
 
     def deal(values: Sequence[Value]) -> list[Value]:

@@ -30,8 +30,8 @@ from tests.slow import rare, slow
 
 TP_OF = {architecture: 1 + index % 2 for index, architecture in enumerate(ARCHITECTURES)}
 # Each architecture runs with graphs on one rank and eagerly on two ranks, or eagerly on one rank
-# and with graphs on two ranks. Of each kind of attention, make test runs one architecture with
-# graphs, and make test-more runs the same architecture eagerly.
+# and with graphs on two ranks. For each kind of attention, make test runs one architecture with
+# graphs; make test-more runs the same architecture eagerly.
 KINDS = {
     "Qwen3ForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -132,7 +132,7 @@ def test_replay_goes_far_beyond_the_captured_kv_length(references: Any, architec
         [answer] = group.generate([prompt], greedy_params(count))
         report = group.report()
 
-    # transformers also finds each token the most probable one after the previous tokens.
+    # transformers finds each token the most probable one after the previous tokens.
     assert answer.tokens == logprobs(reference.model, prompt, answer.tokens).argmax(-1).tolist()
     assert len(answer.tokens) == count
     assert_replays_where_it_may(report, "FULL_DECODE_ONLY")
@@ -208,7 +208,8 @@ class Arrival:
         prompt: index of its prompt.
         count: number of tokens that it generates.
         steps: number of steps until the next request arrives.
-        aborts: index of an earlier request that is aborted when this request has been submitted.
+        aborts: index of an earlier request that the test aborts after it has submitted this
+            request.
     """
 
     prompt: int

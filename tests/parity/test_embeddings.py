@@ -1,5 +1,5 @@
-"""Embeddings equal the last hidden states of transformers, even if a prompt runs in chunks, or with
-other requests, or more than once.
+"""Embeddings equal the last hidden states of transformers. Prompts run in chunks, with other
+requests, and more than once.
 """
 
 from __future__ import annotations

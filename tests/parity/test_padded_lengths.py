@@ -1,4 +1,4 @@
-"""Graphs whose lengths of keys are never updated give the same tokens as transformers."""
+"""Graphs with fixed KV lengths give the same tokens as transformers."""
 
 from __future__ import annotations
 

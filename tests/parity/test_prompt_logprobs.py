@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts equal those of transformers, even if a prompt runs in chunks, or
-with other requests, or more than once.
+"""Log-probabilities of prompts equal those of transformers. Prompts run in chunks, with other
+requests, and more than once.
 """
 
 from __future__ import annotations

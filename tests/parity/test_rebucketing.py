@@ -24,8 +24,8 @@ PHASES = ((20, {20, 24}), (44, {44, 48}), (NUM_STREAMS, {NUM_STREAMS}))
 
 @pytest.fixture(scope="module")
 def wide_references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return references for wide models. Their larger steps take measurably longer, even on a busy
-    machine.
+    """Return references for wide models. In wide models, larger steps take measurably longer, even
+    on a busy machine.
     """
     return remember(tmp_path_factory, LENGTHS, intermediate_size=4096)
 
@@ -73,7 +73,7 @@ def test_three_plan_versions_under_load_change_no_token(
             "traffic_half_life_s": 30.0,
             "lazy": "off",
         },
-        # torch_npu and HCCL leave so few streams free that only a few buckets fit.
+        # torch_npu and HCCL occupy most of the 54 streams, so only a few buckets fit.
         device={"emulator": {"strict": False, "streams": 54}},
         kv={"block_size": 16, "num_blocks": 800},
     )

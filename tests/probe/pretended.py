@@ -1,5 +1,5 @@
-"""The child process in which a probe asks a fake device. The fake device is the emulator with some
-artificial answers.
+"""The child process that runs a probe's questions on a fake device. The fake device is the emulator
+with some artificial answers.
 """
 
 import os
@@ -8,7 +8,8 @@ import time
 
 from dist_aclgraph.probe import child
 
-# The artificial answer to each question. STREAMS is also set in the emulator's configuration.
+# PLANTED contains the artificial answers by question. STREAMS is also set in the emulator's
+# configuration.
 STREAMS = 512
 PLANTED = {
     "facts.streams": f"{STREAMS - 2} streams",  # opening a device uses two streams

@@ -27,8 +27,8 @@ def probe(probes, main=child.main, **emulated):
     return report
 
 
-# Questions that use the same calls as questions with artificial answers. The answers to the
-# questions of this set must come from the emulator.
+# Questions that use the same calls as questions with artificial answers. These questions must still
+# get the emulator's own answers.
 NEAR_PLANTED = {"graphs.update_us_v2", "graphs.update_at_once_us"}
 
 

@@ -65,8 +65,8 @@ def can_begin_with(text, part):
 
 @pytest.mark.parametrize("probe", [p for p in PROBES if p.rule], ids=lambda probe: probe.name)
 def test_a_rule_is_a_part_of_a_text_of_its_question(probe):
-    """Each entry of ``admit`` switches off the rules whose text contains the entry. So the
-    question's ``rule`` must be a part of a rule's text.
+    """Each entry of ``admit`` switches off the rules whose text contains the entry. So the value of
+    ``rule`` in a question must occur in the text of a refusal.
     """
     texts = {text for e in ENTRIES if probe.name in e.questions for text in e.texts}
 

@@ -21,7 +21,7 @@ from tests.actors.leftovers import is_alive, wait_until
 
 
 def answering(task, parent):
-    """Act as a question's child process: answer "yes", or do what the name of the question says."""
+    """Act as a question's child process: answer "yes", or act as the question's name says."""
     os.setsid()
     name = task.name
     task.output.write_text("a line of a library")
@@ -66,8 +66,8 @@ def no_emulator(monkeypatch):
 
 
 def make_probe(name, says="yes", **options):
-    """Make a question. Only a question that hangs has a short time limit, because others can be
-    answered late on a busy machine.
+    """Make a question. Only questions that hang have a short time limit. On a busy machine, all
+    other questions can be answered late.
     """
     limit_s = 1.0 if name in ("hang", "half", "fork") else 60.0
     return Probe(name, f"{name}?", lambda bench: "", says, limit_s=limit_s, **options)

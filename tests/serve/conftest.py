@@ -58,7 +58,7 @@ def until(condition, timeout_s: float = WAIT_S) -> None:
 def open_port(state: ApiState, access: Access | None = None) -> tuple[str, HttpServer]:
     """Serve the API; return its address and the server."""
     listener = listen("127.0.0.1", 0)
-    # The server needs a link to a process that holds connections. This fake link holds none.
+    # HttpServer requires a link to a process that holds connections. This fake link holds none.
     server = HttpServer(state.config.serve, listener, link=HolderLink())
     server.start(make_api(state, access))
     return f"http://127.0.0.1:{listener.getsockname()[1]}", server

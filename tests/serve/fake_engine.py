@@ -124,21 +124,20 @@ class FakeEngine:
         metrics: the answer to queries for metrics. In this object, the engine counts the tokens
             that it generates.
         groups: the list of groups that the engine sends to clients.
-        others_tokens: the number that the engine reports to each client for the waiting tokens of
-            all other clients.
+        others_tokens: the number of waiting tokens of all other clients, as the engine reports it
+            to each client.
         last_beat: the last heartbeat that any client has sent.
         embedding: function that returns the hidden state of a prompt, for requests of embeddings.
-        share: for requests that allow only two tokens, function from the prompt to the probability
-            of the first of these tokens; None if there are no such requests.
+        share: function from a prompt to the probability of the first token, for requests that allow
+            only two tokens; None if the test sends no such requests.
         answers_queries: whether the engine answers queries; it always sends heartbeats.
-        refusal: if not empty, the engine sends this reason of a refusal to all clients, and their
-            links end.
+        refusal: if not empty, the engine refuses all clients for this reason, and ends their links.
         poison: id of a request that makes the engine die when the request runs. Afterwards, the
             engine serves again.
         poison_after: the number of tokens that the request ``poison`` gets before the engine dies.
         num_deaths: the number of times that the engine has died of the request ``poison``.
-        is_proving: whether the engine at once sends a token for each probe. A probe is a request
-            with which a client tests the engine.
+        is_proving: whether the engine sends a token for a probe as soon as the probe arrives. A
+            probe is a request with which a client tests the engine.
     """
 
     def __init__(
@@ -366,7 +365,8 @@ def _shared(
 def _prompt_logprobs(submit: Submit) -> tuple[PromptLogprobs, ...]:
     """Return the log-probabilities of a prompt, divided into two parts.
 
-    Prompt token i has the log-probability -i. The most probable token at each position has -0.5.
+    Prompt token i has the log-probability -i. The most probable token at each position has the
+    log-probability -0.5.
     """
     ids, num_best = unpack_ints(submit.prompt), submit.sampling.prompt_logprobs
     if num_best < 0:

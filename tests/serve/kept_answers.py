@@ -44,7 +44,7 @@ class Answer:
     bodies: list[bytes] = field(default_factory=list)
 
     def read(self, stream: BinaryIO) -> None:
-        """Read one response. Its headers tell the length of its body."""
+        """Read one response. The headers determine how the body ends."""
         status = stream.readline()
         assert status.startswith(b"HTTP/1.1 200"), status
         headers = {}
@@ -144,8 +144,8 @@ class Service:
 
     @contextmanager
     def killed_after(self, *counts: int) -> Iterator[None]:
-        """Within this context, for each of the given counts: wait for that many tokens, and then
-        kill the ingress.
+        """Within this context, for each number in ``counts``: wait for this number of further
+        tokens, and then kill the ingress.
         """
 
         def strike() -> None:

@@ -39,8 +39,8 @@ def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
     Args:
         limit: path of a file that contains the maximum context length. Without this file, the
             ingress does not serve.
-        trap: path of a file. If this file exists when an ingress has read bytes, the ingress
-            removes the file and dies.
+        trap: path of a file. An ingress that reads bytes while this file exists removes the file
+            and dies.
         overrides: dotted keys of the configuration with their values, as JSON.
     """
     config = load_config(CONFIG, json.loads(overrides))

@@ -50,8 +50,8 @@ def _ask(port: int, count: int, status: int, request: bytes) -> None:
 
 
 def _wait_until_served(client: socket.socket, request: bytes) -> None:
-    """Send a request on the connection that was opened last. Its response shows that the service
-    has accepted all connections.
+    """Send a request on the connection that was opened last. The response to this request shows
+    that the service has accepted all connections.
     """
     client.settimeout(WAIT_S)
     client.sendall(request)

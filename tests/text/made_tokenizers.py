@@ -87,7 +87,7 @@ def unigram(*, has_bytes: bool = False) -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """Return a BPE tokenizer without byte tokens. Its words begin with a space."""
+    """Return a BPE tokenizer without byte tokens. Each word includes the space before the word."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
@@ -95,7 +95,7 @@ def metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """Return a tokenizer like BERT's: all parts of a word except the first begin with ##."""
+    """Return a tokenizer like BERT's: in a word, each part after the first part begins with ##."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)

@@ -1,5 +1,5 @@
-"""Chat templates for tests. One process renders them all, because the start of a process takes a
-quarter of a second.
+"""Chat templates for tests. One process renders all templates, because the start of a process takes
+a quarter of a second.
 """
 
 from __future__ import annotations

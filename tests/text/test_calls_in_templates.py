@@ -1,4 +1,4 @@
-"""A chat template gets the calls of earlier messages in the form that it expects."""
+"""A chat template gets the calls of earlier messages in the form that the template expects."""
 
 from __future__ import annotations
 

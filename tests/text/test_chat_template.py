@@ -284,7 +284,7 @@ def test_text_that_is_not_unicode_comes_back():
     ids=lambda value: value[:40],
 )  # fmt: skip
 def test_a_template_without_bounds_is_refused(source, words):
-    # On a busy machine, a template needs more CPU time until it has filled the memory.
+    # On a busy machine, a template needs more CPU time to fill the memory.
     limits = replace(TESTED, cpu_s=20) if words is MEMORY else TESTED
     template = ChatTemplate({"default": source}, {}, limits)
     begun_s = time.monotonic()

@@ -1,5 +1,5 @@
-"""A chat template gets the contents of messages in the form that it expects: as one text or as a
-list of parts.
+"""A chat template gets the contents of messages in the form that the template expects: one text, or
+a list of parts.
 """
 
 from __future__ import annotations

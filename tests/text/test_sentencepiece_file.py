@@ -104,8 +104,8 @@ def test_tokens_have_the_text_of_sentencepiece(
     found, expected = ours.decode(ids), theirs.decode(ids)
     if KINDS[kind].get("remove_extra_whitespaces", True):
         # With this setting, SentencePiece removes all spaces at the beginning of a text. Our
-        # tokenizer removes only one space. If it removed all spaces, the text of a stream would
-        # depend on which tokens are decoded together.
+        # tokenizer removes only one space. If our tokenizer removed all spaces, the grouping of
+        # tokens into deltas would change the text of a stream.
         found, expected = found.lstrip(" "), expected.lstrip(" ")
     assert found == expected
 

@@ -246,7 +246,9 @@ def test_ids_outside_the_vocabulary_are_refused():
 @pytest.mark.parametrize("has_end", [True, False])
 @pytest.mark.parametrize("max_calls", [1, 2, None])
 def test_no_call_begins_after_the_last_call(max_calls, has_end):
-    """If ``has_end`` is false, the first of two calls has no end event, as after a syntax error."""
+    """If ``has_end`` is false, the first of two calls has no end event. A syntax error has this
+    effect.
+    """
     calls = [[CallBegin(i, "f"), *[CallEnd(i)] * (has_end or i)] for i in range(2)]
     read = SimpleNamespace(feed=lambda *token: calls.pop(0) if calls else [], finish=list)
     output = OutputText(TOKENIZER, (), SamplingParams(), read, max_calls)

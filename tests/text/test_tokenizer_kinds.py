@@ -71,8 +71,8 @@ def test_a_stream_is_the_end_of_what_transformers_decodes(kind, data):
 @pytest.mark.parametrize(("num_bytes", "text"), [(1, "🦝e"), (0, "e")])
 def test_bytes_at_the_end_of_a_prompt_become_a_character_or_stay_its_own(kind, num_bytes, text):
     ours, _ = both(kind)
-    # Some letters have both a byte token and a token of their own. For these letters, the byte
-    # token is not used.
+    # Some letters have both a byte token and a token of their own. For such a letter, ``by_bytes``
+    # contains the letter's own token.
     ids = sorted(range(ours.vocab_size), key=lambda i: i not in ours.token_bytes.byte_ids)
     by_bytes = {ours.token_bytes[i]: i for i in ids}
     first, *others = [by_bytes[bytes([byte])] for byte in "🦝".encode()]
@@ -97,7 +97,7 @@ def test_bytes_at_the_end_of_a_prompt_do_not_remove_a_later_replacement_characte
 @pytest.mark.parametrize("prompt", ["1 + 1 =", "</s>the fox\n<s>", "größe 🦊"])
 def test_texts_of_the_tokens_of_a_prompt_join_to_the_prompt(kind, prompt):
     ours, _ = both(kind)
-    first = ours.encode("<s>")  # as if the tokenizer had added this special token
+    first = ours.encode("<s>")  # a special token that a tokenizer can add before a prompt
 
     texts = token_texts(ours, [*first, *ours.encode(prompt)], prompt)
 

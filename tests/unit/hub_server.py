@@ -1,5 +1,5 @@
-"""A model hub for tests. It answers the HTTP requests by which clients of Hugging Face and
-ModelScope load the files of a model.
+"""A model hub for tests. The hub answers HTTP requests for the files of a model. The clients of
+Hugging Face and ModelScope send these requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl
 
 MODELSCOPE = "/api/v1/models/"
-TOKEN = "secret"  # clients need it for models of the owner "private"
+TOKEN = "secret"  # clients need this token for models of the owner "private"
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """With layouts in which ranks share the contexts of requests, tokens equal those of transformers.
 
-Layouts differ along several axes. Each pair of values of two axes occurs in some layout. ``make
-test`` tries two layouts with shards and split prompts: one model with keys, and one model with
-latents, drafts and experts. The full profile adds every graph mode with every number of drafts,
-both for shards and for split prompts.
+Layouts differ along several axes. For any two axes, each pair of values occurs in some layout.
+``make test`` tries two layouts with shards and split prompts: one model with keys, and one model
+with latents, drafts and experts. The full profile tries every graph mode with every number of
+drafts, for shards and for split prompts.
 """
 
 from __future__ import annotations

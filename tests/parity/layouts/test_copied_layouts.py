@@ -1,7 +1,8 @@
 """A group reads the KV that a group with another layout has written to files, and gives the same
-tokens. If the reading group must not use the files, it computes the prompts.
+tokens. If the two layouts cannot share files, the reading group computes the prompts.
 
-Each layout of a family reads the files of each layout of the family, including the same layout.
+For each model, the tests try all pairs of a writing layout and a reading layout, including pairs of
+equal layouts.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def test_every_layout_reads_the_files_of_every_layout(
             assert [answer.tokens for answer in answers] == reference.tokens, (writer, reader)
             assert counts["missed"] == 0, (writer, reader)
             most = num_full_blocks(reader, reference.prompts)
-            # There are fewer checkpoints than blocks, so a checkpoint may be overwritten before it
-            # is copied.
+            # There are fewer slots for checkpoints of states than KV blocks. So a checkpoint may be
+            # overwritten before it is copied.
             least = 1 if architecture == HYBRID else most
             can_read = may_read(architecture, writer, reader)
             assert counts["loaded"] in (range(least, most + 1) if can_read else (0,)), (

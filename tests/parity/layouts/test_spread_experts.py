@@ -1,7 +1,7 @@
 """In each tested parallel layout, models with experts give the same tokens as transformers.
 
-Layouts differ along several axes. Not every combination is tried, but each pair of values of two
-axes occurs in some layout.
+Layouts differ along several axes. Not every combination is tried, but for any two axes, each pair
+of values occurs in some layout.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "prompts": {**DENSE, "parallel": {"pcp": 2}},
     "latents": {**DRAFTED, "parallel": {"tp": 2, "pcp": 2, "dcp": 4, "cp_interleave": 16}},
 }
-SUMS = ("latents", "Ascend910_9391", "8.5.1")  # first CANN with log-sum-exps of latents
+SUMS = ("latents", "Ascend910_9391", "8.5.1")  # first CANN that returns log-sum-exps for latents
 ALL_SHARED = [SUMS, *((which, *chip) for which in SHARED for chip in CHIPS[1:])]
 FEW_SHARED = [slow("keys", *A3), slow("prompts", *A2), slow("latents", *A3), slow(*SUMS)]
 

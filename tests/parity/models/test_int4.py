@@ -72,8 +72,8 @@ def test_modelslim_w4a8_beside_w8a8_gives_the_tokens_of_the_same_values_in_int8(
         made.append(quantised)
     in_int4, in_int8 = made
 
-    # No fused operator computes SwiGLU for experts in four bits, so the experts in int8 must not
-    # use such an operator, either.
+    # The experts in int8 must not use a fused SwiGLU operator, because no such operator exists for
+    # experts in four bits.
     common = ["norm_quant", "swiglu_quant", "routing_quant", "nz_weights"]
     want = generate(in_int8, parallel, common)
 

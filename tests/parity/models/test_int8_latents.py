@@ -105,7 +105,7 @@ def test_probabilities_are_those_of_rounded_latents(
     mode: str,
     drafts: int,
 ) -> None:
-    """Prompts are computed in chunks, and then a second time after cached prefixes."""
+    """Prompts are computed in chunks. A second computation of the prompts uses cached prefixes."""
     model = models[architecture]
     config = config_of(
         model,
@@ -127,8 +127,8 @@ def test_probabilities_are_those_of_rounded_latents(
 
 def test_replayed_steps_equal_eager_steps_bit_by_bit(models: dict[str, Reference]) -> None:
     model = models[DEEPSEEK]
-    # All prompts fit into one step, so each later step has as many tokens as its graph, and no
-    # padding.
+    # All prompts fit into one step. So each later step has exactly the size of its graph, and needs
+    # no padding.
     prompts, found = model.prompts[2:6], {}
     for mode in ("NONE", "FULL_DECODE_ONLY"):
         with lockstep(config_of(model, graph={"mode": mode, "max_tokens": 4})) as group:

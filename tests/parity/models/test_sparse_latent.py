@@ -207,8 +207,8 @@ def test_a_choice_of_all_keys_is_latent_attention(models: Any, tmp_path: Path) -
 
 def test_replayed_steps_equal_eager_steps_bit_by_bit(models: Any) -> None:
     model = models(V32)
-    # All prompts fit into one step, so each later step has as many tokens as its graph, and no
-    # padding.
+    # All prompts fit into one step. So each later step has exactly the size of its graph, and needs
+    # no padding.
     prompts = model.prompts[2:6]
     found = {}
     for mode in ("NONE", "FULL_DECODE_ONLY"):
@@ -299,8 +299,8 @@ def test_repeated_steps_preemptions_and_cached_prefixes_change_no_token(
         graph={"mode": mode, "max_tokens": 104},
         speculative={"num_tokens": drafts},
         scheduler={"max_num_batched_tokens": 100},
-        # On each data-parallel rank, the requests share 12 blocks, and together grow to 15 more
-        # blocks.
+        # On each data-parallel rank, the requests share 12 blocks. Together, the requests need 15
+        # other blocks at the end.
         kv={"block_size": 16, "num_blocks": 22 // parallel.get("dcp", 1)},
     )
 

@@ -1,5 +1,5 @@
-"""The service admits or refuses requests by their API key, their header Host, and the site of the
-page that sends them.
+"""The service admits or refuses a request by three things: the API key, the header Host, and the
+site of the web page that sent the request.
 """
 
 from __future__ import annotations

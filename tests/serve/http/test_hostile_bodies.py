@@ -18,7 +18,7 @@ RESPONSES = "/v1/responses"
 
 
 def filled(head: bytes, item: bytes, tail: bytes) -> bytes:
-    """Return a body of nearly the maximum size. It contains ``item`` as often as possible."""
+    """Return a body of nearly the maximum size, with as many copies of ``item`` as fit."""
     room = LARGEST - len(head) - len(tail)
     items = (item + b",") * (room // (len(item) + 1))
     return head + items[:-1] + tail
@@ -115,7 +115,7 @@ def test_a_hostile_body_is_refused_while_the_event_loop_turns(service, name):
     path, body = BODIES[name]
 
     longest = []
-    for _ in range(3):  # the lowest of three times is used: each includes other threads' CPU time
+    for _ in range(3):  # each time includes other threads' CPU time, so the lowest is used
         with watched(service.loop) as turns:
             reply = service.http.post(path, content=body)
         assert_error(reply)

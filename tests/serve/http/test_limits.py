@@ -59,7 +59,7 @@ def rest(client: socket.socket) -> bytes:
 
 
 def test_a_connection_without_a_request_is_closed_after_its_time(limited) -> None:
-    """The time limit applies between requests: a connection may be used for several requests."""
+    """The time limit applies only between the requests of a connection."""
     request = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
     with connect(limited) as client:
         client.sendall(request + request)
@@ -239,7 +239,7 @@ def test_bodies_have_a_limit_all_together():
         until(lambda: bodies.num_bytes == 4 << 20)
 
         # A body counts until its request is answered. While the budget is used up, the service does
-        # not send "100 Continue", so clients that wait for this response do not send their bodies.
+        # not send "100 Continue". Clients that wait for this response send no body.
         answered.sendall(head(CHAT, len(asked), JSON) + asked)
         until(lambda: service.engine.num_running == 1)
         waiting.sendall(head("/tokenize", 100, "Expect: 100-continue", JSON))

@@ -1,5 +1,5 @@
-"""If the limit of open files is low, the service allows fewer connections, and a warning contains
-this number.
+"""If the limit of open files is low, the service allows fewer connections. A warning contains the
+allowed number of connections.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 @pytest.mark.parametrize(
     ("hard", "soft", "said"),
     [
-        # 1,000 connections use two descriptors each, and the process uses 512 other descriptors,
-        # 2,512 in all.
+        # 1,000 connections use 2,000 descriptors, and the process uses 512 other descriptors.
         slow(4096, 2512, ""),
         (2000, 2000, "only 992 connections may be open, and 496 of them outlive"),
         slow(1200, 1200, "only 459 connections may be open, and 229 of them outlive"),

@@ -55,7 +55,7 @@ async def sent(pieces, error=None):
         generation.usage += 1
     await asyncio.sleep(0)
     frames.finish(error)
-    shape.is_free.set()  # one frame waits for this event; the event loop does not
+    shape.is_free.set()  # the event loop got here, although a frame still waits for ``is_free``
 
     async def send(message):
         parts.append(message["body"])

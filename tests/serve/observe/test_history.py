@@ -142,7 +142,7 @@ def test_ten_minutes_are_kept_and_no_more():
 
 
 class Client:
-    """A client of engines. It is closed after ``num_looks`` samples of the history."""
+    """A client of engines. The client is closed after ``num_looks`` samples of the history."""
 
     def __init__(self, num_looks: int) -> None:
         self.num_left = num_looks

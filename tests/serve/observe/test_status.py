@@ -127,7 +127,7 @@ def test_many_pages_ask_the_engine_as_often_as_one(own_service):
 
 
 class CountedMetrics:
-    """Metrics. A function of the test replaces their method ``collect``."""
+    """Metrics whose method ``collect`` is a function of the test."""
 
     def __init__(self, metrics, collect):
         self.replica = metrics.replica

@@ -99,6 +99,6 @@ def test_the_engine_of_other_tests_answers_as_a_real_one_does(service):
     not_metrics = {"graph", "steps", "ranks", "capture_seconds", "pool_bytes"}
     streams = {"streams_offered", "streams_predicted", "streams_measured"}
     until_it_happens = {"resumptions"}  # reported only after the first resumption
-    # Engines report these only if they keep copies of KV.
+    # Engines report these values only if they keep copies of KV.
     with_files = {"kv_copied_blocks", "kv_copies_bytes", "kv_read_blocks"}
     assert METRICS.keys() - known == not_metrics | streams | until_it_happens | with_files

@@ -17,8 +17,8 @@ from tests.serve.openai.test_errors import assert_error
 
 MODEL = CONFIG.parents[1] / "models" / "tiny-qwen3"
 TEXT = "/v1/completions"
-# For each tokenizer: the prompt for "ab" before the gap and "cd" after the gap, as the model card
-# gives it.
+# For each tokenizer: the prompt in the form of the model card, with "ab" before the gap and "cd"
+# after the gap.
 PROMPTS = (
     "<|fim_prefix|>ab<|fim_suffix|>cd<|fim_middle|>",
     "<fim_prefix>ab<fim_suffix>cd<fim_middle>",
@@ -95,8 +95,8 @@ def test_a_text_that_contains_a_marker_is_refused(tmp_path, field):
         ({}, "its tokenizer has markers such as <|fim_prefix|>"),
         ({"prompt": [1, 2]}, "prompt must be one text"),
         ({"prompt": []}, "prompt must be one text"),
-        # Each of several prompts would contain the suffix, so a small body could make many long
-        # prompts.
+        # If several prompts were allowed, each would contain the suffix. So a small body could make
+        # many long prompts.
         ({"prompt": ["ab", "ef"]}, "prompt must be one text"),
         ({"echo": True}, "cannot be combined with echo"),
         # The truncation would cut off the markers at the beginning.

@@ -15,8 +15,8 @@ TEXT = "\nhm, 2\n"
 
 
 def reasoning_of(*, content: list[dict] | None = None, **fields: str | None) -> str | None:
-    """Send a reasoning item with ``content``, followed by a call; return the reasoning that the
-    template gets with the call.
+    """Send a reasoning item with ``content``, and then a function call; return the reasoning that
+    the template gets for the call.
     """
     items = [
         {"role": "user", "content": "Hi"},

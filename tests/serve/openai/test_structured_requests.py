@@ -98,8 +98,8 @@ def test_a_format_without_a_schema_is_any_json(service, schema):
 @pytest.mark.parametrize(
     ("fields", "part"),
     [
-        # The library guidance 0.3 sends the same grammar under the names of older and of newer
-        # releases of vLLM.
+        # The library guidance 0.3 sends each grammar in two fields: one for older releases of vLLM,
+        # and one for newer releases.
         ({"guided_grammar": 'start: "x"', "structured_outputs": {"grammar": 'start: "x"'}}, '"x"'),
         ({"guided_choice": ["yes"], "structured_outputs": {"choice": ["yes"]}}, '"yes"'),
         ({"guided_regex": "a+", "regex": "a+"}, "a+"),
@@ -288,8 +288,8 @@ def test_a_limit_of_reasoning_that_the_format_does_not_have_is_refused(service, 
 
     assert error["param"] == "thinking_tokens"
     assert "gpt_oss has no limit" in error["message"]
-    # Clients of /v1/messages always send a limit of reasoning, so the service ignores it for this
-    # format.
+    # Clients of /v1/messages always send a limit of reasoning. The service ignores the limit if the
+    # format has no limit.
     body = {"model": MODEL, "messages": HI, "max_tokens": 5}
     thinking = {"type": "enabled", "budget_tokens": 1024}
     assert service.http.post("/v1/messages", json={**body, "thinking": thinking}).is_success

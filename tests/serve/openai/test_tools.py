@@ -35,7 +35,7 @@ def ask(service, **options):
 
 
 def joined(chunks) -> dict:
-    """Join the deltas of a stream to one message, as clients do."""
+    """Join the deltas of a stream into one message, as clients do."""
     message: dict = {"content": "", "reasoning": "", "calls": []}
     for chunk in chunks:
         for choice in chunk.choices:

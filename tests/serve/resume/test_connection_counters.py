@@ -1,4 +1,4 @@
-"""The counters of the kernel tell how many bytes a connection has sent and read."""
+"""The kernel's counters contain the numbers of bytes that a connection has sent and read."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Connection:
     """
 
     def __init__(self, dies: type[BaseException] | None = None) -> None:
-        """Make a connection that a holder holds.
+        """Make a connection and its holder.
 
         Args:
             dies: the error with which the process dies while it holds the connection.
@@ -100,7 +100,7 @@ def connection() -> Iterator[Connection]:
     num_losses=st.integers(1, MAX_LOSSES - 1),
 )
 def test_all_that_was_read_is_known(parts: list[bytes], is_noted: bool, num_losses: int) -> None:
-    """The next process gets all bytes, even if the process died before it noted the last part."""
+    """The next process gets all bytes, even if a process died before it recorded the last part."""
     connection, others = Connection(), Connection()
     for i, part in enumerate(parts):
         connection.read(part, is_noted=is_noted or i < len(parts) - 1)
@@ -309,7 +309,7 @@ def test_a_link_that_is_full_holds_nothing_and_says_later_what_has_ended() -> No
 
 
 class Killed(BaseException):
-    """Raised in place of a kill, so that the work of the process ends at this place."""
+    """Raised in place of a kill. The exception ends the process's work at the point of the kill."""
 
 
 def be_killed(*_: object) -> Never:
@@ -333,7 +333,7 @@ def test_a_process_may_die_after_the_supervisor_has_got_a_connection(
 
 
 class HoldsNone(HolderLink):
-    """A link without a holder. It counts the connections that it is told to hold."""
+    """A link without a holder. The link only counts the connections."""
 
     count = 0
 
@@ -371,7 +371,7 @@ def test_a_connection_is_held_as_soon_as_it_is_accepted() -> None:
             server.loop.call_soon(look)
 
     server.loop.call_soon_threadsafe(look)
-    until(lambda: bool(not_held))  # the loop runs before a connection arrives
+    until(lambda: bool(not_held))  # ``look`` has run once before the connection arrives
     with socket.create_connection(("127.0.0.1", port)):
         until(lambda: link.count > 0 and not_held[-1] <= 0)
     server.stop()

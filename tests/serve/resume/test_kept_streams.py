@@ -1,6 +1,6 @@
 """If the process that sends answers is killed, answers continue over the same connections.
 
-Every body has the same bytes as if no process had been killed.
+A kill does not change the bytes of any body.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_nothing_is_kept_of_what_has_ended(service: Service) -> None:
     service.ask_all(list(KINDS.values()), count=1)
     with service.connect() as client:  # this client disconnects before its answer is complete
         client.sendall(KINDS["chat"])
-        service.wait_until_read(client)  # the supervisor has got the connection before this moment
+        service.wait_until_read(client)  # at this moment, the supervisor holds the connection
 
     until(lambda: service.num_descriptors <= before, WAIT_S)
 
@@ -472,7 +472,7 @@ def test_a_request_at_which_processes_die_in_a_row_is_given_up() -> None:
         asking.start()
         submitted = service.engine.submitted
 
-        # A death counts against the request only if the process has already got the request.
+        # A death counts against the request only if the process had received the request.
         for num_before in range(MAX_LOSSES):
             until(lambda num=num_before: len(submitted) > num, WAIT_S)
             service.kill()

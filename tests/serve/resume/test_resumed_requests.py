@@ -66,7 +66,9 @@ class Engines:
         return found
 
     def lose_running(self) -> None:
-        """Let the engine of the running request report that it is dead, and later serve again."""
+        """Let the engine of the running request fail with EngineDeadError. Return when the request
+        continues on another engine, and the failed engine serves again.
+        """
         resumed, engine = self.client.num_resumed, self.running
         engine.fail_after = (0, "EngineDeadError")
         until(lambda: self.client.num_resumed > resumed)
@@ -187,8 +189,8 @@ def test_a_request_that_kills_its_engines_ends_after_two_deaths(three: Engines) 
 
 @pytest.mark.parametrize("poison_after", [0, 1], ids=["prefill", "decode"])
 def test_its_neighbours_go_on(three: Engines, poison_after: int) -> None:
-    """The other requests lose their engine twice. Then each of them may be the cause, so they run
-    one after another.
+    """The other requests lose their engine twice. Each of these requests is then a possible cause,
+    so the requests run one after another.
     """
     names = [f"n{i}" for i in range(8)]
     deltas = {name: queue.Queue() for name in names}
@@ -238,7 +240,7 @@ def test_deaths_between_which_a_request_got_tokens_do_not_end_it(three: Engines)
 def test_a_continued_request_asks_only_for_the_missing_tokens(
     lost_after: list[int], max_tokens: int, num_prompt: int
 ) -> None:
-    """After any number of losses, prompt and output together are as long as without a loss."""
+    """Lost engines do not change the total length of prompt and output."""
     params = SamplingParams(max_tokens=max_tokens, min_tokens=min(4, max_tokens))
     prompt = list(range(num_prompt))
     sampling = row_sampling(params, seed=1, num_prompt_tokens=num_prompt, end_ids=())

@@ -94,8 +94,8 @@ def test_slots_follow_the_number_of_groups(service, other):
 
     service.engine.silent = True
     until(lambda: len(service.state.client.capacity().lost) == 2)
-    # Requests wait for a group, so the service keeps the slots of the configured number of groups
-    # (one).
+    # While no group serves, requests wait, and the service has the slots of the configured number
+    # of groups (one).
     assert slots.is_full
     slots.release(1)
     assert not slots.is_full

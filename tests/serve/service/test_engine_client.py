@@ -221,7 +221,7 @@ def test_a_dead_engine_gets_nothing_and_capacity_says_what_is_left(both, engine,
 def test_requests_go_to_engines_that_have_answered_while_there_are_any(engine, tmp_path):
     nobody = Address(NODE, Endpoint(f"ipc://{tmp_path}/nobody"))
     client = EngineClient([nobody, engine.address], TOKEN, node_id=NODE, link_s=30.0)
-    until(lambda: len(engine.frames) > 1)  # a hello, and, after the answer to it, a heartbeat
+    until(lambda: len(engine.frames) > 1)  # the client has sent a hello and then a heartbeat
 
     for i in range(4):
         client.submit(str(i), [i], LONG, (), lambda delta: None)

@@ -135,8 +135,7 @@ serve.shutdown()
 ray.shutdown()
 """
 )
-# The lock stands for the NPUs: a deployment uses all of them, so only one deployment can run at a
-# time.
+# The lock simulates the NPUs. A deployment uses all NPUs, so only one deployment can run at a time.
 AGAIN = (
     FAKE
     + """
@@ -321,7 +320,7 @@ def test_a_stream_goes_on_when_serve_replaces_the_groups(tmp_path):
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_an_application_that_is_deployed_again_fails_no_request(tmp_path):
-    """The application is deployed again by ``serve deploy`` with a changed file. Requests arrive
+    """``serve deploy`` deploys the application again from a changed file. Requests arrive
     meanwhile.
     """
     port, npus = free_port(), tmp_path / "npus"

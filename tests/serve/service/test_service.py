@@ -165,7 +165,7 @@ def test_unknown_fields_are_ignored_and_named(service, caplog, stream):
     options = {"stream": True, "stream_options": {"nonsense": 1}} if stream else {}
     names = "messages[].color, messages[].content[].cache_control, nonsense, plugins, "
     names += "response_format.dialect" + (", stream_options.nonsense" if stream else "")
-    # Other tests may have logged these names already, and each name is logged only once.
+    # The service logs each name only once. Other tests may have logged these names already.
     service.state.ignored_fields._names.difference_update(names.split(", "))
 
     replies = [

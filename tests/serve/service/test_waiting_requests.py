@@ -276,8 +276,8 @@ def test_a_request_of_which_groups_die_does_not_wait_for_a_third(one: Deployment
 
 
 def test_a_request_whose_groups_die_together_is_not_the_cause(one: Deployment) -> None:
-    """Both groups have run steps before they die. The second one dies as soon as it has the
-    request.
+    """Both groups have run steps before they die. When one group has died, its request moves to the
+    other group, which dies at once.
     """
     first, second = one.engines[0], one.new_engine()
     entries = [GroupEntry(str(i), e.address, 100, 16) for i, e in enumerate((first, second))]

@@ -1,4 +1,4 @@
-"""The bench of the scheduler runs. The test does not check its times."""
+"""The bench of the scheduler runs. The test does not check the measured times."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def test_a_large_deployment_serves_many_requests_of_full_length(name: str) -> No
     ("name", "num_layers", "elements"),
     [
         # Number of layers that keep keys, and number of elements of each token. Layers with linear
-        # attention keep no keys; the layer of the next-token module does. A rank has one KV head of
-        # 256 elements, with key and value.
+        # attention keep no keys; the layer of the next-token module keeps keys. A rank has one KV
+        # head of 256 elements, with key and value.
         (QWEN3_5, 60 // 4 + 1, 2 * 256),
         (NEXT, 48 // 4 + 1, 2 * 256),
         # In each layer, a token keeps its latent, its rotated key, and the indexer's key.
@@ -371,7 +371,7 @@ def test_pieces_are_planned_on_an_a3_as_the_last_formula_plans_them() -> None:
 
     assert buckets["legacy-last"] == 3
     # The calibrated budget model counts HCCL's lane in each graph. The formula of the last release
-    # does not count it.
+    # does not count HCCL's lane.
     assert buckets["calibrated"] == 2
 
 

@@ -30,7 +30,9 @@ def command(
 
 
 def load(*arguments: str) -> Config:
-    """Return the configuration that the arguments give, or raise ConfigError."""
+    """Return the configuration that the command line makes from ``arguments``, or raise
+    ConfigError.
+    """
     result = CliRunner().invoke(cli, list(arguments), catch_exceptions=False)
     if result.exit_code:
         raise ConfigError(result.stderr)

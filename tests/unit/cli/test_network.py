@@ -91,7 +91,7 @@ def test_variables_that_the_configuration_goes_before_are_warned_of() -> None:
 def test_doctor_checks_the_hccl_variables_that_every_worker_gets() -> None:
     given = child_environment(make_config({"model": "m"}))
 
-    # HCCL_BUFFSIZE is left out. Each group gets the size of its buffers as an option, except MC2's
-    # group, which uses the environment variable.
+    # HCCL_BUFFSIZE is left out. MC2's group reads its buffer size from the environment variable.
+    # Every other group gets its buffer size as an option.
     always = set(CONFIGURED_HCCL) - {"HCCL_BUFFSIZE"}
     assert always == {name for name in given if name.startswith("HCCL_")}

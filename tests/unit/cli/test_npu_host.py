@@ -1,4 +1,4 @@
-"""The findings of ``doctor`` on a host with NPUs: without a fault, and with one fault each."""
+"""The findings of ``doctor`` on hosts with NPUs. Each host has no fault or one fault."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ def test_the_report_prices_buckets_for_each_rank(checkpoint: Path) -> None:
 
     assert report["layout"]["lockstep_groups"] == [[0, 1], [2, 3]]
     assert buckets_of(report) == [[1, 2, 4, 8, 16, 24, 32]] * 2
-    # With tp 2 and dp 2, a graph needs 1 + 2 x 2 streams. In addition, tp and dp each cost 40
-    # streams once.
+    # With tp 2 and dp 2, a graph needs 1 + 2 x 2 streams. In addition, the plan counts 40 streams
+    # for tp and 40 for dp, for any number of graphs.
     assert report["graph"]["families"][0]["price_per_bucket"] == 5
     assert report["graph"]["fixed_price"] == 80
     rank = report["ranks"][3]
@@ -110,8 +110,8 @@ def test_copies_of_a_block_take_the_bytes_of_all_ranks_with_different_heads(
         kv = {"disk": "/x", "disk_gib": 2.0, **kv}
         return plan_report(make(checkpoint, parallel={"tp": tp, "dp": 1}, kv=kv))["kv"]["copies"]
 
-    # There are two heads. Two ranks have one head each; four ranks have copies of the same heads,
-    # which add no bytes. A file has 36 bytes more than its block.
+    # There are two heads. Two ranks have one head each. Four ranks have two copies of each head;
+    # these copies add no bytes. A file has 36 bytes more than its block.
     tokens = (1 << 30) // (2 * (131072 + 36)) * 128
     assert copies(2, host_gib=1.0)["memory"] == {"tokens": tokens}
     assert copies(4, host_gib=1.0)["memory"] == {"tokens": tokens}

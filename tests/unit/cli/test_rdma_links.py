@@ -1,4 +1,6 @@
-"""``doctor`` reads the output of the driver's hccn_tool. A shell script replaces it here."""
+"""``doctor`` reads the output of the driver's hccn_tool. In these tests, a shell script replaces
+hccn_tool.
+"""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ STEPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, 
 
 
 def seen_keys(part: Part, query_of: np.ndarray) -> Counter[tuple[int, int, int]]:
-    """Count, for each (query token, request, position of a key), how often launches compute
-    attention for this query and this key.
+    """Count how often launches compute attention for each query and each key. An item of the
+    counter is (query token, request, position of the key).
     """
     seen: Counter[tuple[int, int, int]] = Counter()
     for chunk in part.chunks:

@@ -1,5 +1,5 @@
-"""A child process reads an NPU's properties. The tests check how the child's reply and exit are
-understood.
+"""A child process reads an NPU's properties. The tests check how the parent process interprets the
+child's reply and exit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CANN lists faulty memory. The tests check which tensors are found in this memory, and whether a
+"""CANN lists faulty memory. The tests check which tensors are found in faulty memory, and whether a
 failed repair is noticed.
 """
 
@@ -26,7 +26,7 @@ class Acl:
 
     Args:
         code: error code that the query returns.
-        left: addresses that a repair leaves faulty.
+        left: addresses that are still faulty after a repair.
     """
 
     def __init__(self, *addresses: int, code: int = 0, left: tuple[int, ...] = ()) -> None:

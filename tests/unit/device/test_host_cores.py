@@ -148,7 +148,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def set_cores(monkeypatch: pytest.MonkeyPatch, online: Path, cores: set[int]) -> None:
-    """Give the simulated host these cores. The process may use all of them."""
+    """Set the cores of the simulated host to ``cores``. The process may use all these cores."""
     online.write_text(f"{format_cores(frozenset(cores))}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
 

@@ -53,9 +53,7 @@ def test_without_time_to_spare_steps_are_decided_at_once() -> None:
 )
 @examples(100)
 def test_a_device_never_waits_long_in_a_row(device_s: list[float], host_s: float) -> None:
-    """After a late decision, the next delay is at most half as long as the delay of this
-    decision.
-    """
+    """If a decision was late, the next delay is at most half of the delay of the late decision."""
     late = LateDecisions()
     for seconds in device_s:
         before_s = late.delay_s(plan())

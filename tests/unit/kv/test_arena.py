@@ -14,7 +14,7 @@ SIZES = st.integers(1, END - START)
 @given(st.lists(st.one_of(SIZES, st.floats(0, 1, exclude_max=True)), max_size=60))
 def test_no_byte_has_two_owners(actions: list[int | float]) -> None:
     """An action that is an integer takes a slot of this number of bytes. An action that is a
-    fraction selects a slot, which is given back.
+    fraction selects a slot, and frees this slot.
     """
     arena, taken = Arena(START, END), list[Slot]()
     for action in actions:

@@ -1,4 +1,6 @@
-"""No operation loses a block or gives it away twice. Blocks are reused in the documented order."""
+"""No operation loses a block, or allocates a block that is already allocated. Blocks are reused in
+the documented order.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Laws of two functions: one tells which node of a group has which files; the other tells which
-node of another group reads which of these files.
+"""Laws of two functions. One function finds the files that each node of a group has. The other
+function finds the files that each node of another group reads.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def world() -> Iterator[World]:
 
 
 def settled(answer: Callable[[], bool | None]) -> bool:
-    """Wait for an answer that comes from the disk."""
+    """Call ``answer`` until the disk has answered; return the result."""
     for _ in range(int(WAIT_S / 0.01)):
         if (found := answer()) is not None:
             return found
@@ -141,8 +141,8 @@ def test_many_questions_delay_the_caller_once(
 
 def test_another_thread_may_end_the_pause(world: World) -> None:
     class Raced(DiskLookUps):
-        """Simulates two threads: after a thread for metrics has seen the pause, the loop's thread
-        ends it.
+        """Simulates two threads. A thread for metrics sees the pause. Then the loop's thread ends
+        the pause.
         """
 
         @property

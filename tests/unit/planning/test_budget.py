@@ -48,7 +48,9 @@ def piecewise_family(num_sizes: int = 7) -> GraphFamily:
 
 
 def most(model, families, workload, offer) -> int:
-    """Return the number of buckets that all limits allow if only the last family has buckets."""
+    """Return the largest number of buckets of the last family that all limits allow. The other
+    families have no buckets.
+    """
     alone = [limit.most(len(families) - 1) for limit in model(workload).limits(families, offer)]
     return min(n for n in alone if n is not None)
 

@@ -46,7 +46,7 @@ def test_lanes_are_as_long_as_dumps_of_captured_graphs_show() -> None:
     """Lengths of lanes are numbers of entries. They were counted on the emulator, for 4 layers of
     Qwen3.
 
-    A wait for updated parameters has four entries, and so has the reset of the wait.
+    A wait for updated parameters has four entries, and the reset of the wait has four entries.
     """
     alone, pair = Workload(num_layers=4), Workload(num_layers=4, tp=2)
 
@@ -142,8 +142,7 @@ def test_an_expert_domain_of_its_own_is_priced_where_experts_run() -> None:
     assert price(DECODE, experts) - price(DECODE, dense) == more
     # The first piece contains only the embedding and no experts.
     assert price(PIECES, experts) - price(PIECES, dense) == 10 * more
-    # With AICPU, a domain itself uses more streams, but graphs that use the domain need the same
-    # number of streams.
+    # AICPU increases the number of streams of a domain, but not of the graphs that use the domain.
     assert price(PIECES, replace(experts, expansion="AICPU")) == price(PIECES, experts)
 
 
@@ -273,9 +272,7 @@ def test_a_probe_prices_its_family_in_streams_and_bytes() -> None:
 
 
 def test_a_slow_probe_makes_its_step_dear() -> None:
-    """If the probe measures that time does not depend on the number of tokens, small buckets save
-    nothing.
-    """
+    """If the probes of all sizes measure the same time, small buckets save nothing."""
     workload = Workload(num_layers=4)
     timed = [
         BucketProbe(graph=BatchDescriptor(b, b, 1, "FULL"), streams=1, bytes=0, replay_s=0.01)

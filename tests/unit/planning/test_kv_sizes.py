@@ -1,4 +1,4 @@
-"""Laws of the KV lengths for which graphs are captured if their lengths are never updated."""
+"""Laws of the KV lengths for which graphs with fixed KV lengths are captured."""
 
 from __future__ import annotations
 

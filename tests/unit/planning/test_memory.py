@@ -88,8 +88,9 @@ def test_decoding_over_shards_holds_the_queries_and_findings_of_all_their_heads(
     # ``queries`` and ``findings`` are numbers of bytes for 32 requests.
     queries, findings = 32 * 128 * (512 + 64) * 2, 32 * 128 * 512 * 4
 
-    # A graph has two copies of the queries: as gathered, and in the order of heads. The graph has
-    # three copies of the float32 results: as computed, as sent, and as received.
+    # A graph has two copies of the queries: one in the order of gathering, one in the order of
+    # heads. The graph has three copies of the float32 results: as computed, as sent, and as
+    # received.
     assert 2 * queries + 3 * findings < more < 4 * queries + 8 * findings
 
 
@@ -119,8 +120,8 @@ def test_an_indexer_needs_all_keys_of_a_long_request_at_once(pcp: int, copies: f
     )
 
     more = account(long).eager_bytes - account(short).eager_bytes
-    # There are ``copies`` copies of the latents and rotated keys: packed, gathered, and, for each
-    # piece of a prompt, selected and split.
+    # ``copies`` is the number of copies of the latents and rotated keys. Some copies are packed or
+    # gathered. The other copies are selected or split for a piece of a prompt.
     assert more == (65536 - 8192) * copies * 576 * 2
 
 
