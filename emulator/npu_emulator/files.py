@@ -64,8 +64,8 @@ def read_rules(path: str | Path) -> dict[str, Any]:
 def _settings_of(rules: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings in a file of rules. Their names and values are not checked here."""
     return {
-        # A value must not contain white space, because the settings are passed as one line of
-        # words.
+        # The parts of a list are quoted, because a setting must not contain white space: all
+        # settings are passed as one line of words.
         name: ";".join(quote_plus(str(part)) for part in value)
         if isinstance(value, list)
         else str(value)

@@ -1,9 +1,9 @@
 """The engine's side of the links to its clients, on one I/O thread that never runs a step.
 
 The thread reads the clients' messages, answers the clients' heartbeats even while a step runs, and
-numbers the messages to clients. A link ends in five cases: its client sends ``Goodbye``, connects
-again, sends invalid frames, is silent for too long, or stops reading. When a link ends, the loop
-gets an event, and aborts the requests of this link.
+numbers the ``Deltas`` of each link. A link ends in five cases: its client sends ``Goodbye``,
+connects again, sends invalid frames, is silent for too long, or stops reading. When a link ends,
+the loop gets an event, and aborts the requests of this link.
 """
 
 from __future__ import annotations

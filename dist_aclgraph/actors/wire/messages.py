@@ -100,7 +100,7 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
     """The deltas of one step for all requests of one client.
 
-    ``number`` counts the messages of a connection from 1, so a gap shows that tokens are lost.
+    ``number`` counts the ``Deltas`` of a connection from 1, so a gap shows that tokens are lost.
     """
 
     step: StepDeltas

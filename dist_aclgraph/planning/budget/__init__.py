@@ -1,8 +1,9 @@
 """The cost of captured graphs in streams and bytes, and the budget of a rank.
 
 ``formula.py`` contains the exact formulas of earlier releases of vllm-ascend. ``domains.py``
-computes the cost of a communication domain. ``captured.py`` describes the contents of a bucket's
-graphs. Every budget model has its own file.
+computes how many streams a communication domain uses. ``captured.py`` describes the contents of a
+bucket's graphs: their number, and the captured streams of each graph. Every budget model has its
+own file.
 """
 
 from dist_aclgraph.config import BudgetModelName

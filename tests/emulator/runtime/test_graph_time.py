@@ -78,8 +78,8 @@ def test_lanes_that_take_turns_need_no_threads(told, captured):
     ],
 )
 def test_lanes_that_run_side_by_side_have_threads(told, captured):
-    """Lanes need their own threads: while one lane waits for a peer or for the host, the other
-    lanes must continue.
+    """Lanes that can run at the same time need threads: while one lane waits for a peer or for the
+    host, the other lanes must continue. The first lane needs no additional thread.
     """
     opens = ""
     assert told(LANES.format(captured=captured, opens=opens), wait_s=5)["num_lane_threads"] == 1

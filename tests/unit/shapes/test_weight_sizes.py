@@ -1,5 +1,5 @@
-"""The computed number of bytes of a model's weights is compared with the published size of the
-model.
+"""The sizes of weights, which are computed from config.json, are compared with published numbers of
+parameters.
 """
 
 from __future__ import annotations
