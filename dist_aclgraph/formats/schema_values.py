@@ -60,7 +60,8 @@ def _undivided(schema: Any, root: Any, *, of_strings: bool = False) -> list[Any]
     matches one of these schemas matches ``schema``.
 
     Args:
-        of_strings: whether the caller needs only values that are strings.
+        of_strings: whether the keyword ``type: string`` is not a restriction, because the caller
+            needs only values that are strings.
     """
     found, left, followed = [], [schema], set()
     while left:

@@ -251,12 +251,12 @@ class DiskLookUps(LookUps):
 def find_or_fetch(
     ask: Callable[[], Answer[int]], fetch: FetchBlocks, hashes: Sequence[BlockHash]
 ) -> Answer[int]:
-    """Look up files, fetch the missing files, and look up the files again. Return the answer of the
-    second look-up.
+    """Return the number of leading blocks of ``hashes`` that have files on this node, after files
+    were fetched from other nodes.
 
     Args:
-        ask: begins to look up how many leading blocks of ``hashes`` have files on this node. All
-            other blocks of ``hashes`` are fetched.
+        ask: begins to look up how many leading blocks have files on this node. If this is not the
+            number of all blocks, all further blocks are fetched, and ``ask`` is called again.
     """
 
     def turns() -> Iterator[int | None]:

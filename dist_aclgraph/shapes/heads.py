@@ -9,9 +9,9 @@ from dist_aclgraph.errors import ConfigError
 # With latent attention, a rank can have up to this number of heads; the operator needs a power of
 # two.
 MAX_LATENT_HEADS = 128
-# Width of a query head, including its rotated part. If a head has this width, the operator of
-# latent attention accepts the rotated part and the other part as separate inputs. The parts of
-# other heads must be joined: see ``attend_whole_heads``.
+# If a query head has this width, including its rotated part, the operator of latent attention
+# accepts the rotated part and the other part as separate inputs. For heads of other widths, both
+# parts must be joined: see ``attend_whole_heads``.
 PARTED_HEAD = 192
 # npu_chunk_gated_delta_rule accepts at most this number of value heads.
 MAX_LINEAR_VALUE_HEADS = 64

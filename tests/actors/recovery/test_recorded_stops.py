@@ -51,8 +51,8 @@ def make_config(checkpoint: Path, folder: Path, **overrides: Any) -> Any:
 
 
 def explained(folder: Path) -> Explanation:
-    """Return the reason why the only group stopped, as far as the recordings show it at this
-    moment.
+    """Return the reason why the only group stopped or hangs, as far as the ranks' recorded steps
+    show it at this moment.
     """
     (ranks,) = read_groups(folder / "start").values()
     return explain_stop(ranks)
