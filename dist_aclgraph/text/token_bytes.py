@@ -49,10 +49,11 @@ class TokenBytes:
         Return None if the text may depend on other tokens. There are two such cases: the token's
         bytes are not whole characters, or the decoder does more than join bytes.
         """
+        if not self._only_joins:
+            return None
         if token_id not in self._whole:
-            text = self[token_id].decode(errors="ignore") if self._only_joins else None
-            is_whole = text is not None and text.encode() == self[token_id]
-            self._whole[token_id] = text if is_whole else None
+            text = self[token_id].decode(errors="ignore")
+            self._whole[token_id] = text if text.encode() == self[token_id] else None
         return self._whole[token_id]
 
     def _find(self, token_id: int) -> bytes:

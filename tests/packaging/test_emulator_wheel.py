@@ -78,7 +78,7 @@ def test_the_wheel_has_the_sources_and_nothing_that_was_built(installation: Inst
 
 def test_a_script_that_captures_a_graph_runs_on_it(installation: Installation) -> None:
     found = installation.python("-c", "import npu_emulator; print(npu_emulator.BUILD)")
-    # Another build of the emulator would take a minute. The existing build has the same sources, so
+    # Another build would take half a minute. The existing build has the same sources, so
     # this test copies the existing build.
     folder = Path(found.stdout.strip())
     shutil.copytree(emulator.build(), folder)

@@ -142,7 +142,7 @@ def test_the_demo_model_answers(installation: Installation) -> None:
     code = "from dist_aclgraph.device import emulator; print(emulator.BUILD)"
     folder = Path(installation.python("-c", code).stdout.strip())
     assert folder.is_relative_to(installation.cache)
-    # Another build of the emulator would take a minute. The existing build has the same sources, so
+    # Another build would take half a minute. The existing build has the same sources, so
     # this test copies the existing build.
     shutil.copytree(emulator.build(), folder)
 
